@@ -1,0 +1,1 @@
+"""fnllm: an LLM inference engine made of pure functions."""

@@ -1,0 +1,1 @@
+"""Custom GPU operations of fnllm, each with a plain-torch reference."""

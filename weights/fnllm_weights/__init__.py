@@ -1,0 +1,1 @@
+"""The checkpoint contract of fnllm: configs, load plans, parameter trees, tokenizers."""
