@@ -18,6 +18,7 @@ from .hub import config_folder, weights_folder
 from .params import Params, as_dtype, build_tree
 from .plan import Copy, LoadPlan, TensorInfo, make_plan, parse_header
 from .shard import Shard
+from .tokenizer import load_tokenizer
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER = 100_000_000  # bytes; the limit of the format's own reader
@@ -70,16 +71,11 @@ def load_with_report(
     plan = make_plan(config, read_headers(folder), shard)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = as_dtype(dtype or (plan.dtype if device.type != "cpu" else "float32"))
-    try:
-        from .tokenizer import load_tokenizer
-    except ModuleNotFoundError:
-        load_tokenizer = lambda folder: None  # noqa: E731
-
     with ThreadPoolExecutor(1) as pool:
         tokenizer = pool.submit(load_tokenizer, folder)  # half a second for a large vocabulary: beside the weights
         tensors, report = execute(plan, folder, dtype, device)
         config = replace(config, dtype=plan.dtype)
-        return Params(config, tokenizer.result(), build_tree(config, tensors), shard), report
+        return Params(config, tokenizer.result(), build_tree(config, tensors), shard, {}), report
 
 
 def read_config(folder: Path) -> ModelConfig:
