@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from fnllm.batch import Rows
-from fnllm.sampler import SamplerRows, default_rows
+from fnllm.sampler import SamplerRows, default_rows, empty_history
 
 
-def empty_rows(max_num_seqs: int, max_blocks: int, device: torch.device) -> Rows:
+def empty_rows(max_num_seqs: int, max_blocks: int, max_model_len: int, device: torch.device) -> Rows:
     """Rows of which none runs, and the scratch row behind them."""
     count = max_num_seqs + 1
 
@@ -23,6 +23,7 @@ def empty_rows(max_num_seqs: int, max_blocks: int, device: torch.device) -> Rows
         prompt_length=zeros(count),
         block_table=zeros(count, max_blocks),
         sampler=default_rows(count, device),
+        history=empty_history(count, max_model_len, device),
     )
 
 
@@ -33,8 +34,12 @@ def write_joins(
     prompt_length: Sequence[int],
     block_tables: Sequence[Sequence[int]],
     sampler: SamplerRows,
+    histories: Sequence[Sequence[int]],
 ) -> None:
-    """Overwrite whole rows, one for each sequence that joins; `sampler` holds their settings on the host."""
+    """Overwrite whole rows, one for each sequence that joins.
+
+    `sampler` holds their settings on the host; `histories` their known tokens, empty for those that never look back.
+    """
     device = rows.length.device
     tables = np.zeros((len(row), rows.block_table.shape[1]), dtype=np.int32)
     for index, blocks in enumerate(block_tables):
@@ -45,6 +50,11 @@ def write_joins(
     rows.block_table.index_copy_(0, where, send(torch.from_numpy(tables), device))
     for field, values in zip(rows.sampler, sampler, strict=True):
         field.index_copy_(0, where, send(values, device))
+    for at, tokens, prompt in zip(row, histories, prompt_length, strict=True):
+        if tokens:
+            rows.history.tokens[at, : len(tokens)] = send(torch.tensor(tokens, dtype=torch.int32), device)
+            rows.history.lengths[at] = len(tokens)
+            rows.history.prompt_lengths[at] = prompt
 
 
 def write_tables(rows: Rows, row: np.ndarray, column: np.ndarray, block: np.ndarray) -> None:

@@ -15,7 +15,7 @@ from fnllm.context import Context
 from fnllm.layers import Layers
 from fnllm.model import forward
 from fnllm.rope import Rope
-from fnllm.sampler import Sampled, SamplerFeatures, sample
+from fnllm.sampler import Sampled, SamplerFeatures, sample, take_history, take_rows
 from fnllm.taps import Edit, Taps
 from fnllm.tensor_parallel import TensorParallel
 
@@ -81,20 +81,26 @@ def step(
         hidden = hidden[(inputs.cu_seqlens[1:] - 1).clamp(min=0)]
     logits = spec.layers.lm_head(tree["lm_head"], hidden, ctx)
     sampled = draw(logits, rows, inputs, batch.context_lens, spec)
-    return advance(rows, inputs, sampled.ids), StepOutput(sampled, captured)
+    moved = advance(rows, inputs, sampled.ids, keep_history=looks_back(spec.features))
+    return moved, StepOutput(sampled, captured)
 
 
 def draw(
     logits: Float[Tensor, "B V"], rows: Rows, inputs: StepInputs, positions: Int[Tensor, " B"], spec: StepSpec
 ) -> Sampled:
     """Sample each entry by its row's settings; the noise depends only on seed, position and token id."""
-    per_entry = type(rows.sampler)(*(field[inputs.row] for field in rows.sampler))
     return sample(
         logits,
-        per_entry,
+        take_rows(rows.sampler, inputs.row),
         positions,
         features=spec.features,
+        history=take_history(rows.history, inputs.row) if looks_back(spec.features) else None,
         vocab_start=spec.sizes.vocab_start,
         vocab_limit=spec.vocab_limit,
         tp=spec.tp,
     )
+
+
+def looks_back(features: SamplerFeatures) -> bool:
+    """Whether sampling needs the tokens so far."""
+    return features.penalties or bool(features.logits_fns)
