@@ -21,6 +21,7 @@ from fnllm.rows import empty_rows, send, write_joins, write_tables
 from fnllm.sampler import SamplerFeatures, features_of, rounded, rows_from_sampling, union, widen_rows
 from fnllm.sampling import Sampling
 from fnllm.scheduler import Plan
+from fnllm.state import State
 from fnllm.step import StepOutput, StepSpec
 from fnllm.taps import Edit
 from fnllm.tensor_parallel import TensorParallel
@@ -73,6 +74,8 @@ class Machine:
         self.clock = 0
         self.written = np.zeros(self.num_blocks, np.int64)
         self.tables = np.zeros((options.max_num_seqs, max_blocks), np.int32)  # the rows' block tables, on the host
+        self.asynchronous = self.device.type == "cuda"  # a launched step runs while the host goes on
+        self.idle: State | None = None  # where the last `generate` ended, with its prefix cache
         self.seen_leaves: list[tuple[torch.Tensor, int]] = []
         self.params_version = 0
 
