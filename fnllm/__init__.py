@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from fnllm_weights import ModelConfig, Params, save
 
     from fnllm.completion import Chunk, Completion
-    from fnllm.engine import Engine, engine
-    from fnllm.generate import generate, stream
+    from fnllm.engines import Engine, engine
+    from fnllm.generation import generate, stream
     from fnllm.layers import Layers
     from fnllm.loading import load
     from fnllm.model import forward
     from fnllm.options import EngineOptions
     from fnllm.sampling import Sampling
-    from fnllm.score import score
+    from fnllm.scoring import score
     from fnllm.state import State, abort, add, append, finish, fork, show, tokens, truncate
     from fnllm.taps import Edit
     from fnllm.tensor_parallel import TensorParallel, simulate
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 _HOMES = {
     "fnllm_weights": ("ModelConfig", "Params", "save"),
     "fnllm.completion": ("Chunk", "Completion"),
-    "fnllm.engine": ("Engine", "engine"),
-    "fnllm.generate": ("generate", "stream"),
+    "fnllm.engines": ("Engine", "engine"),
+    "fnllm.generation": ("generate", "stream"),
     "fnllm.layers": ("Layers",),
     "fnllm.loading": ("load",),
     "fnllm.model": ("forward",),
     "fnllm.options": ("EngineOptions",),
     "fnllm.sampling": ("Sampling",),
-    "fnllm.score": ("score",),
+    "fnllm.scoring": ("score",),
     "fnllm.state": ("State", "abort", "add", "append", "finish", "fork", "show", "tokens", "truncate"),
     "fnllm.taps": ("Edit",),
     "fnllm.tensor_parallel": ("TensorParallel", "simulate"),
@@ -74,9 +74,7 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'fnllm' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value  # a module of the same name (engine, generate, score) must not hide it
-    return value
+    return getattr(importlib.import_module(home), name)
 
 
 def __dir__() -> list[str]:

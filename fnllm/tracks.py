@@ -7,7 +7,7 @@ from fnllm_weights import Params
 from torch import Tensor
 
 from fnllm.completion import Chunk, Completion, Timings, TokenLogprob
-from fnllm.engine import StepEvents
+from fnllm.engines import StepEvents
 from fnllm.sampling import Sampling
 from fnllm.state import State, abort, finish, tokens
 from fnllm.text import output as text_output

@@ -8,7 +8,7 @@ from typing import Any
 from fnllm_weights import Params
 
 from fnllm.completion import Chunk, Completion, failed
-from fnllm.engine import Flight, engine
+from fnllm.engines import Flight, engine
 from fnllm.layers import Layers
 from fnllm.progress import Progress
 from fnllm.prompts import normalise, pair_sampling
