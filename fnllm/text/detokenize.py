@@ -2,10 +2,14 @@
 
 import codecs
 import functools
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from fnllm_weights.tokenizer import BYTE_TOKEN, Tokenizer
+from fnllm_weights.tokenizer import Tokenizer
+
+BYTE_TOKEN = re.compile(rb"<0x[0-9A-Fa-f]{2}>")  # how a vocabulary with byte fallback spells a byte
+MAX_WAIT = 16  # ids; a character has at most four bytes, so at most four ids are ever needed
 
 
 class Pieces(dict):
@@ -33,10 +37,12 @@ pieces_of = functools.lru_cache(maxsize=4)(Pieces)
 
 
 class Detok(NamedTuple):
-    """How far one sequence has been decoded. Its size does not grow with the sequence.
+    """How far one sequence has been decoded. It does not grow with the sequence.
 
     A byte-level vocabulary spells bytes, so only a character's first bytes wait in `tail`. Any other decoder is
-    asked: `context` is the last id whose text is out, `waiting` are the ids after it.
+    asked: `context` is the last id whose text is out, `waiting` are the ids after it. A decoder with byte fallback
+    turns each unbroken run of byte tokens into text if all of it is valid UTF-8 and into U+FFFD for each byte if not,
+    so such a run (the letters of one rare word) waits for its end.
     """
 
     tokenizer: Tokenizer
@@ -61,12 +67,15 @@ def push(detok: Detok, ids: Iterable[int]) -> tuple[Detok, str]:
         text, used = codecs.utf_8_decode(data, "replace", False)
         rest = data[used:]
         return detok if rest == tail else Detok(tokenizer, pieces, rest), text
-    waiting += tuple(int(id) for id in ids if pieces[id])
+    new = tuple(int(id) for id in ids if pieces[id])
+    waiting += new
     if tokenizer.decoder == "byte_fallback":
-        ready = _before_byte_run(tokenizer, waiting)
+        run = _byte_run_length(pieces, new)  # what waited before is one run too
+        ready = 0 if run == len(new) else len(waiting) - run
     else:
-        # U+FFFD at the end may be the first bytes of a character.
-        ready = 0 if _text_after(tokenizer, context, waiting).endswith("\ufffd") else len(waiting)
+        # U+FFFD at the end may be the first bytes of a character; a long wait shows that it is none.
+        cut = len(waiting) <= MAX_WAIT and _text_after(tokenizer, context, waiting).endswith("\ufffd")
+        ready = 0 if cut else len(waiting)
     if not ready:
         return Detok(tokenizer, pieces, tail, context, waiting), ""
     # One id is enough context: decoders treat the first token of a text differently, and no later one.
@@ -88,11 +97,11 @@ def _text_after(tokenizer: Tokenizer, context: tuple[int, ...], ids: tuple[int, 
     return tokenizer.decode(context + ids, False)[len(before):]
 
 
-def _before_byte_run(tokenizer: Tokenizer, ids: tuple[int, ...]) -> int:
-    """How many ids stand before the trailing run of byte tokens, which may turn out valid or not as a whole."""
-    count = len(ids)
-    while count and BYTE_TOKEN.fullmatch(tokenizer.token(ids[count - 1]) or ""):
-        count -= 1
+def _byte_run_length(pieces: Pieces, ids: tuple[int, ...]) -> int:
+    """How many ids at the end are byte tokens, which may turn out valid or not as a whole."""
+    count = 0
+    while count < len(ids) and BYTE_TOKEN.fullmatch(pieces[ids[-1 - count]]):
+        count += 1
     return count
 
 

@@ -22,7 +22,7 @@ def special(*texts: str) -> list[tokenizers.AddedToken]:
 def byte_level_backend() -> tokenizers.Tokenizer:
     """256 bytes, a few merges (one joins parts of two characters), two special tokens and one added that is not."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("h", "e"), ("l", "l"), ("Ġ", "w"), ("©", "Ã"), ("Ã", "©")]
+    merges = [("h", "e"), ("a", "b"), ("c", "d"), ("Ġ", "w"), ("©", "Ã")]
     vocab = {token: i for i, token in enumerate([*alphabet, *("".join(pair) for pair in merges)])}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

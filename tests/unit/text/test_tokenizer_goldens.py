@@ -65,8 +65,3 @@ def test_fault_51_one_bos_by_string_and_by_chat(real):
         assert by_chat == by_string
         if tokenizer.bos_id is not None and name != "smollm2":  # whose BOS is <|im_start|>, which begins each message
             assert by_chat.count(tokenizer.bos_id) == 1
-
-
-def test_qwen3_ids_without_token():
-    from_conftest = pytest.importorskip("tokenizers")
-    assert from_conftest
