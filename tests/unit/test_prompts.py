@@ -144,6 +144,7 @@ def test_fault_30_as_many_settings_as_prompts():
     for wrong in ([one, two], [one] * 4, []):
         with pytest.raises(ValueError, match=f"3 prompts and {len(wrong)} sampling settings"):
             pair_sampling(3, wrong)
-    for wrong, match in [({"temperature": 1}, "found dict"), ("x", "found str"), ([one, {}], r"sampling\[1\]"), (0.5, "float")]:
+    for wrong, match in [({"temperature": 1}, "found dict"), ("x", "found str"), ([one, {}], r"sampling\[1\]"),
+                         (0.5, "found float")]:
         with pytest.raises(TypeError, match=match):
             pair_sampling(2, wrong)

@@ -42,8 +42,9 @@ WRONG = [
     ("min_p", 1.1, ValueError), ("min_p", -0.1, ValueError),
     ("repetition_penalty", 0, ValueError), ("repetition_penalty", -1, ValueError),
     ("presence_penalty", math.inf, ValueError), ("frequency_penalty", "x", TypeError),
-    ("logit_bias", {-1: 1.0}, ValueError), ("logit_bias", {1: math.nan}, ValueError), ("logit_bias", {1: math.inf}, ValueError),
-    ("logit_bias", {"a": 1}, TypeError), ("logit_bias", [3], TypeError), ("logit_bias", 3, TypeError),
+    ("logit_bias", {-1: 1.0}, ValueError), ("logit_bias", {1: math.nan}, ValueError),
+    ("logit_bias", {1: math.inf}, ValueError), ("logit_bias", {"a": 1}, TypeError),
+    ("logit_bias", [3], TypeError), ("logit_bias", 3, TypeError),
     ("logit_bias", [(3, 1), (3, 2)], ValueError), ("logit_bias", {1: True}, TypeError),
     ("seed", -1, ValueError), ("seed", 2**63, ValueError), ("seed", 1.0, ValueError),
     ("max_tokens", -2, ValueError), ("max_tokens", 2.5, ValueError), ("max_tokens", True, TypeError),
@@ -101,8 +102,9 @@ def test_limits_themselves_are_allowed():
 
 def test_what_a_model_cannot_do():
     check_sampling(Sampling(stop_token_ids=[9], logit_bias={9: 1}, logprobs=10), vocab_size=10)
-    for wrong, name in [({"stop_token_ids": [10]}, "stop_token_ids has 10"), ({"logit_bias": {10: 1}}, "logit_bias has id 10"),
-                        ({"logprobs": 11}, "logprobs=11"), ({"prompt_logprobs": 11}, "prompt_logprobs=11")]:
+    for wrong, name in [({"stop_token_ids": [10]}, "stop_token_ids has 10"),
+                        ({"logit_bias": {10: 1}}, "logit_bias has id 10"), ({"logprobs": 11}, "logprobs=11"),
+                        ({"prompt_logprobs": 11}, "prompt_logprobs=11")]:
         with pytest.raises(ValueError, match=name):
             check_sampling(Sampling(**wrong), vocab_size=10)
     with pytest.raises(ValueError, match=r"stop=\('a',\) needs text and these params have no tokenizer"):

@@ -35,7 +35,8 @@ def byte_level_backend() -> tokenizers.Tokenizer:
 def byte_fallback_backend() -> tokenizers.Tokenizer:
     """As Llama 2: bytes as <0xNN>, words with a leading ▁, one leading space taken off, a BOS by the post-processor."""
     words = ["▁", "a", "b", "c", "▁a", "▁b", "ab", "é"]
-    vocab = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *words])}
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    vocab = {token: i for i, token in enumerate(tokens)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "a"), ("▁", "b"), ("a", "b")],
                                               byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -54,7 +55,6 @@ def word_backend() -> tokenizers.Tokenizer:
     return backend
 
 
-CHAT_CONFIG = '{"eos_token": "<|im_end|>", "chat_template": %s}'
 BACKENDS = {"byte_level": byte_level_backend, "byte_fallback": byte_fallback_backend, "word": word_backend}
 
 

@@ -14,7 +14,8 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 def with_template(source, **more):
-    return make_tokenizer(byte_level_backend(), {"tokenizer_config.json": json.dumps({"chat_template": source, **more})})
+    config = {"chat_template": source, **more}
+    return make_tokenizer(byte_level_backend(), {"tokenizer_config.json": json.dumps(config)})
 
 
 def text(source, messages=HI, **options):
@@ -119,8 +120,8 @@ def test_a_tool_call_needs_no_content():
 
 
 def test_fault_51_a_template_that_writes_bos_gives_one(byte_fallback):
-    side = {"tokenizer_config.json": json.dumps({"bos_token": "<s>", "chat_template": "{{ bos_token }}{{ messages[0].content }}"})}
-    tokenizer = make_tokenizer(byte_fallback_backend(), side)
+    config = {"bos_token": "<s>", "chat_template": "{{ bos_token }}{{ messages[0].content }}"}
+    tokenizer = make_tokenizer(byte_fallback_backend(), {"tokenizer_config.json": json.dumps(config)})
     chat = [{"role": "user", "content": "ab"}]
     assert tokenizer.chat(chat).count(tokenizer.bos_id) == 1
     assert tokenizer.chat(chat) == tokenizer.encode(tokenizer.chat_text(chat))

@@ -44,7 +44,8 @@ def test_both_spellings_of_merges(tmp_path):
     folder_with(tmp_path, byte_level_backend())
     spelled = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
     lists = load_tokenizer(tmp_path)
-    spelled["model"]["merges"] = [" ".join(m) if isinstance(m, list) else m.split(" ") for m in spelled["model"]["merges"]]
+    merges = spelled["model"]["merges"]
+    spelled["model"]["merges"] = [" ".join(m) if isinstance(m, list) else m.split(" ") for m in merges]
     (tmp_path / "tokenizer.json").write_text(json.dumps(spelled), encoding="utf-8")
     strings = load_tokenizer(tmp_path)
     assert lists.encode("hehe abcd wé") == strings.encode("hehe abcd wé")
