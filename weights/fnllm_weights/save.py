@@ -35,6 +35,10 @@ def save(
     name = next(key for key, value in DTYPES.items() if value == stored)
     _write_json(folder / "config.json", config_dict(params.config, name))
     _write_json(folder / "generation_config.json", generation_dict(params.config))
+    if params.tokenizer is not None:
+        from .tokenizer import save_tokenizer  # here: parameters alone need no tokenizers library
+
+        save_tokenizer(params.tokenizer, folder)
     _save_weights(checkpoint_tensors(params), folder, stored, max_file_bytes)
 
 
