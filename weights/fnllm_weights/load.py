@@ -121,4 +121,4 @@ def _read_header(folder: Path, file: str) -> dict[str, TensorInfo]:
             header = json.loads(stream.read(length))
         except ValueError as error:
             raise ValueError(f"{path} has a broken header: {error}") from None
-    return parse_header(str(path), header, path.stat().st_size - 8 - length)
+    return parse_header(file, header, path.stat().st_size - 8 - length)

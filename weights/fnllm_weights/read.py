@@ -55,7 +55,9 @@ def execute(
             view(tensors[leaf.path], box).zero_()
     work = [part for copy in plan.copies for part in chunks(copy, CHUNK)]
     threads = max(1, min(_threads(device), len(work)))
-    ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+    ready = torch.cuda.Event() if device.type == "cuda" else None
+    if ready is not None:
+        ready.record(torch.cuda.current_stream(device))
     with ThreadPoolExecutor(threads) as pool:
         shares = [work[start::threads] for start in range(threads)]
         if ready is None:
