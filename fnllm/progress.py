@@ -5,6 +5,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import TextIO
 
+from fnllm.scheduler import Plan
+
 REDRAW_SECONDS = 0.1
 
 
@@ -77,3 +79,26 @@ def _rate(tokens: int, seconds: float) -> str:
         return "- tok/s"
     rate = tokens / seconds
     return f"{rate:,.0f} tok/s" if rate >= 10 or rate == int(rate) else f"{rate:.1f} tok/s"
+
+
+class Meter:
+    """The progress of one call, drawn on stderr as steps come (effect: writes there, reads the clock)."""
+
+    def __init__(self, requests: int):
+        self.progress, self.left, self.at = Progress(requests=requests), requests, time.monotonic()
+
+    def step(self, plan: Plan, *, left: int) -> None:
+        """Take in one step, after which `left` requests are not done."""
+        now, tokens = time.monotonic(), int(plan.query_lens.sum())
+        self.progress = advance(
+            self.progress,
+            seconds=now - self.at,
+            prefill=tokens - plan.num_decode,
+            decode=int(plan.samples.sum()),
+            finished=self.left - left,
+        )
+        self.left, self.at = left, now
+        self.progress = draw(self.progress, sys.stderr, now)
+
+    def close(self) -> None:
+        end(self.progress, sys.stderr)
