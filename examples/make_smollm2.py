@@ -52,7 +52,9 @@ def checkpoint_name(name: str) -> str:
         return NAMES[name]
     parts = name.split(".")
     if len(parts) != 4 or parts[0] != "blk" or parts[2] not in LAYER_NAMES or parts[3] != "weight":
-        raise ValueError(f"unknown tensor {name!r} in the GGUF file; known: blk.<layer>.<{'|'.join(LAYER_NAMES)}>.weight")
+        raise ValueError(
+            f"unknown tensor {name!r} in the GGUF file; known: blk.<layer>.<{'|'.join(LAYER_NAMES)}>.weight"
+        )
     return f"model.layers.{int(parts[1])}.{LAYER_NAMES[parts[2]]}.weight"
 
 

@@ -1,7 +1,7 @@
 """Train the small model that fnllm ships (fnllm/demo) with fnllm's own forward pass.
 
-The functions that serve also train: a parameter tree goes in, gradients come out. Training swaps four of the layer
-functions: `attend` for one over windows of equal length, and `embed`, `attention` and `mlp` for themselves with dropout.
+The functions that serve also train: a parameter tree goes in, gradients come out. Training swaps four of the
+layer functions: `attend` for one over equal windows, and `embed`, `attention` and `mlp` for themselves with dropout.
 
     python examples/demo_text.py data/                         # or any folder with a text.txt and a tokenizer.json
     python examples/train_demo.py data/ demo/ --minutes 4      # minutes on a GPU, hours on a CPU
@@ -21,21 +21,22 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from fnllm_weights import ModelConfig, Params, Shard, init, save
-from jaxtyping import Float, Int
-from tokenizers import Tokenizer
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
-
 from fnllm.context import Context
 from fnllm.layers import Layers
 from fnllm.model import forward
 from fnllm.rope import make_rope
 from fnllm.score import context, packed_batch
+from jaxtyping import Float, Int
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fnllm_weights import ModelConfig, Params, Shard, init, save
 
 DOCUMENT_BREAK = "\f"
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_EVERY = 40  # of the documents, one in so many is never trained on
+REPORTS = 50  # in a run
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -54,13 +55,12 @@ MODEL = {
     "rope_scaling": None,
     "attention_bias": False,
     "tie_word_embeddings": True,
-    "initializer_range": 0.02,
-    "use_sliding_window": False,
     "torch_dtype": "bfloat16",
     "bos_token_id": None,
     "eos_token_id": 0,
 }
-GENERATION = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "eos_token_id": 0}
+GENERATION = {"temperature": 0.7, "top_p": 0.9, "eos_token_id": 0}
+TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "model_max_length": 1024}
 
 
 class Recipe(NamedTuple):
@@ -115,7 +115,7 @@ def next_token_loss(
 
 
 def held_out_loss(loss: Callable[..., Tensor], tree: dict, stream: Int[Tensor, " S"], recipe: Recipe) -> float:
-    """Mean loss over the stream cut into windows, in batches of the recipe's size (the tail that fills none left out)."""
+    """Mean loss over the stream cut into windows, less the tail that fills no batch."""
     size = recipe.batch * recipe.context
     batches = max((len(stream) - 1) // size, 1)
     losses = []
@@ -133,79 +133,86 @@ def windows_at(stream: Int[Tensor, " S"], starts: Int[Tensor, " B"], length: int
 
 def rate_at(progress: float, recipe: Recipe) -> float:
     """Learning rate at a share of the run: a linear warm-up, then half a cosine down to zero."""
-    warm = min(1.0, progress / recipe.warmup)
+    warm = min(1.0, progress / recipe.warmup) if recipe.warmup else 1.0
     return recipe.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def train(
-    config: ModelConfig, train_stream: Tensor, held_out: Tensor, recipe: Recipe, device: str, compiled: bool
-) -> tuple[Params, dict]:
-    """Train from random weights: (parameters in bfloat16, record of the losses)."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    params = Params(config, None, init(config, seed=recipe.seed, dtype=torch.float32, device=device), Shard(0, 1))
-    train_stream, held_out = train_stream.to(device), held_out.to(device)
+def loss_functions(
+    params: Params, recipe: Recipe, device: str, compiled: bool
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """`(tree, windows) -> loss` to train with (dropout) and to test with; in bfloat16 on a GPU, else in float32."""
     blank = torch.zeros(recipe.batch * recipe.context, dtype=torch.long, device=device)
-    batch = packed_batch(blank, [recipe.context] * recipe.batch, make_rope(config, device))
+    batch = packed_batch(blank, [recipe.context] * recipe.batch, make_rope(params.config, device))
     layers = Layers()._replace(attend=attend_windows)
-    training, testing = context(params, batch, with_dropout(layers, recipe.dropout)), context(params, batch, layers)
 
-    def training_loss(tree: dict, windows: Tensor) -> Tensor:
-        return next_token_loss(tree, windows, training, dtype)
+    def bind(layers: Layers) -> Callable[..., Tensor]:
+        ctx = context(params, batch, layers)
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
 
-    def testing_loss(tree: dict, windows: Tensor) -> Tensor:
-        return next_token_loss(tree, windows, testing, dtype)
+        def loss(tree: dict, windows: Tensor) -> Tensor:
+            return next_token_loss(tree, windows, ctx, dtype)
 
-    if compiled:
-        training_loss, testing_loss = torch.compile(training_loss), torch.compile(testing_loss)
+        return torch.compile(loss, fullgraph=True) if compiled else loss
 
-    # tied embeddings are one leaf used twice: it must reach the optimizer once
-    leaves = list({id(leaf): leaf.requires_grad_() for leaf in tree_leaves(params.tree)}.values())
+    return bind(with_dropout(layers, recipe.dropout)), bind(layers)
+
+
+def adamw(leaves: list[Tensor], recipe: Recipe) -> torch.optim.AdamW:
+    """AdamW that decays the matrices and leaves the norms alone."""
     groups = [
         {"params": [leaf for leaf in leaves if leaf.ndim > 1], "weight_decay": recipe.weight_decay},
         {"params": [leaf for leaf in leaves if leaf.ndim == 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=device == "cuda")
+    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=leaves[0].is_cuda)
+
+
+def train(
+    config: ModelConfig, streams: tuple[Tensor, Tensor], recipe: Recipe, device: str, compiled: bool = True
+) -> tuple[Params, dict]:
+    """Train random weights on the first stream and test them on the second: (parameters in bfloat16, their record)."""
+    params = Params(config, None, init(config, seed=recipe.seed, dtype=torch.float32, device=device), Shard())
+    training_loss, testing_loss = loss_functions(params, recipe, device, compiled)
+    # a tied embedding is one leaf in two places: it must reach the optimizer once
+    leaves = list({id(leaf): leaf.requires_grad_() for leaf in tree_leaves(params.tree)}.values())
+    optimizer = adamw(leaves, recipe)
     noise = torch.Generator(device).manual_seed(recipe.seed)
     torch.manual_seed(recipe.seed)  # dropout draws from torch's own generator
+    stream, held_out = (s.to(device) for s in streams)
 
-    steps = max(1, round(recipe.epochs * len(train_stream) / len(blank)))
-    report_every = max(1, steps // 50)
+    def add_gradients() -> Tensor:
+        starts = torch.randint(len(stream), (recipe.batch,), generator=noise, device=device)
+        loss = training_loss(params.tree, windows_at(stream, starts, recipe.context))
+        loss.backward()
+        return loss.detach()
+
+    add_gradients()  # compiles, so that the clock below times training alone
+    optimizer.zero_grad()
+    steps = math.ceil(recipe.epochs * len(stream) / (recipe.batch * recipe.context))
     started, recent, record = time.perf_counter(), [], []
-    for step in range(steps):
-        progress = max(step / steps, (time.perf_counter() - started) / (60 * recipe.minutes))
+    for step in range(steps + 1):
+        seconds = time.perf_counter() - started
+        progress = max(step / steps, seconds / (60 * recipe.minutes))
+        if recent and (progress >= 1 or len(recent) * REPORTS >= steps):
+            held_out_now = held_out_loss(testing_loss, params.tree, held_out, recipe)
+            trained = torch.stack(recent).mean().item()
+            record.append({"step": step, "trained": trained, "held_out": held_out_now, "seconds": seconds})
+            recent.clear()
+            print(json.dumps(record[-1]), flush=True)
         if progress >= 1:
             break
         for group in optimizer.param_groups:
             group["lr"] = rate_at(progress, recipe)
-        starts = torch.randint(len(train_stream), (recipe.batch,), generator=noise, device=device)
-        loss = training_loss(params.tree, windows_at(train_stream, starts, recipe.context))
-        loss.backward()
+        recent.append(add_gradients())
         torch.nn.utils.clip_grad_norm_(leaves, recipe.clip)
         optimizer.step()
         optimizer.zero_grad()
-        recent.append(loss.detach())
-        if (step + 1) % report_every == 0 or step + 1 == steps:
-            record.append(
-                {
-                    "step": step + 1,
-                    "trained": torch.stack(recent).mean().item(),
-                    "held_out": held_out_loss(testing_loss, params.tree, held_out, recipe),
-                    "seconds": time.perf_counter() - started,
-                }
-            )
-            recent.clear()
-            print(json.dumps(record[-1]), flush=True)
-    tree = tree_map(lambda p: p.detach().to(torch.bfloat16), params.tree)
+    tree = tree_map(lambda leaf: leaf.detach().to(torch.bfloat16), params.tree)
     return params._replace(tree={**tree, "lm_head": tree["embed"]}), {"recipe": recipe._asdict(), "losses": record}
-
-
-def write_json(path: Path, value: dict) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path, help="folder with text.txt (form feeds between documents) and tokenizer.json")
+    parser.add_argument("data", type=Path, help="folder with text.txt (form feeds part documents) and tokenizer.json")
     parser.add_argument("out", type=Path, help="checkpoint folder to write")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--eager", action="store_true", help="do without torch.compile")
@@ -216,16 +223,11 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(args.data / "tokenizer.json"))
     streams = split_tokens((args.data / "text.txt").read_text(encoding="utf-8"), tokenizer)
     config = ModelConfig.from_dict(MODEL, GENERATION)
-    params, record = train(config, *streams, recipe, args.device, compiled=not args.eager)
+    params, record = train(config, streams, recipe, args.device, compiled=not args.eager)
     save(params, args.out)
     shutil.copy(args.data / "tokenizer.json", args.out)
-    write_json(args.out / "config.json", MODEL)
-    write_json(args.out / "generation_config.json", GENERATION)
-    write_json(
-        args.out / "tokenizer_config.json",
-        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "model_max_length": recipe.context},
-    )
-    write_json(args.out / "losses.json", record)
+    for name, value in (("tokenizer_config", TOKENIZER), ("losses", record)):
+        (args.out / f"{name}.json").write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
