@@ -1,0 +1,183 @@
+"""Compiling and capturing the step (effect): one compiled function, and on a GPU one CUDA graph per bucket of sizes."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fnllm.batch import Rows, StepInputs
+from fnllm.cache import KVCache
+from fnllm.rope import Rope
+from fnllm.step import StepOutput, StepSpec, step
+
+# eager; eager in CUDA graphs (no compile time); compiled; compiled in CUDA graphs
+COMPILE_MODES = ("none", "graphs", "inductor", "reduce-overhead")
+
+
+class Bucket(NamedTuple):
+    """The sizes of one captured step. `tokens` None is a decode step."""
+
+    entries: int
+    tokens: int | None
+
+
+class HostInputs(NamedTuple):
+    """A step's inputs as numpy arrays, padded to their bucket."""
+
+    row: np.ndarray
+    accept: np.ndarray
+    cu_seqlens: np.ndarray
+    token_ids: np.ndarray | None
+
+
+def ladder(largest: int, smallest: int = 1) -> tuple[int, ...]:
+    """Bucket sizes: every power of two to 16, then steps of a half octave's quarter, and always the largest itself.
+
+    >>> ladder(20)
+    (1, 2, 4, 8, 16, 20)
+    """
+    sizes, size = [], smallest
+    while size < largest:
+        sizes.append(size)
+        size += size if size < 16 else max(8, 1 << (size.bit_length() - 3))
+    return (*sizes, largest)
+
+
+def round_up(size: int, sizes: tuple[int, ...]) -> int:
+    """The smallest bucket that holds `size`; ValueError when none does."""
+    for bucket in sizes:
+        if size <= bucket:
+            return bucket
+    raise ValueError(f"a step of size {size} is larger than the largest bucket, {sizes[-1]}")
+
+
+class Resident(NamedTuple):
+    """The tensors a step works on, at fixed addresses while an engine lives."""
+
+    cache: KVCache
+    rows: Rows
+    rope: Rope
+
+
+def advance_in_place(
+    tree: dict, resident: Resident, inputs: StepInputs, *, spec: StepSpec, max_seqlen: int
+) -> StepOutput:
+    """`step`, with the new rows written over the old ones: what is compiled and captured."""
+    cache, rows, rope = resident
+    moved, output = step(tree, cache, rows, inputs, rope, spec=spec, max_seqlen=max_seqlen)
+    write_over(rows, moved)
+    return output
+
+
+def write_over(old: Any, new: Any) -> None:
+    """Copy every changed leaf of a nested NamedTuple of tensors over the old one's storage."""
+    if isinstance(old, Tensor):
+        if new is not old:
+            old.copy_(new)
+    elif old is not None:
+        for a, b in zip(old, new, strict=True):
+            write_over(a, b)
+
+
+@dataclass
+class Captured:
+    """A CUDA graph of one bucket with the tensors it reads and writes, and the parameters whose addresses it holds."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: StepInputs
+    sent: HostInputs | None
+    output: StepOutput
+    tree: dict
+
+
+class StepRunner:
+    """Runs steps of one spec; builds what a bucket needs at its first use and says so through `report`."""
+
+    def __init__(self, spec: StepSpec, resident: Resident, mode: str, report: Callable[[str], None]):
+        self.spec, self.resident, self.mode, self.report = spec, resident, mode, report
+        self.device = resident.rows.length.device
+        self.graphs: dict[Bucket, Captured] = {}
+        self.pool = torch.cuda.graph_pool_handle() if mode in ("graphs", "reduce-overhead") else None
+        self.compiled: dict[bool, Callable[..., StepOutput]] = {}
+
+    def __call__(self, tree: dict, host: HostInputs, *, capture: bool) -> StepOutput:
+        """Run one step. With `capture` its bucket is replayed as a CUDA graph; its outputs last until the next step."""
+        bucket = Bucket(len(host.row), None if host.token_ids is None else len(host.token_ids))
+        if not capture or self.mode not in ("graphs", "reduce-overhead"):
+            inputs = StepInputs(*(None if x is None else self.upload(x) for x in host))
+            return self.function(bucket)(tree, self.resident, inputs)
+        captured = self.graphs.get(bucket)
+        if captured is None or not same_storage(captured.tree, tree):
+            captured = self.graphs[bucket] = self.capture(tree, host, bucket)
+        self.send(captured, host)
+        captured.graph.replay()
+        return captured.output
+
+    def function(self, bucket: Bucket) -> Callable[..., StepOutput]:
+        """The step as a function of (tree, resident, inputs): eager, or compiled once for all sizes but one entry."""
+        single = bucket.entries == 1  # torch.compile specialises on size one
+        if single not in self.compiled:
+
+            def run(tree: dict, resident: Resident, inputs: StepInputs) -> StepOutput:
+                longest = 1 if inputs.token_ids is None else inputs.token_ids.shape[0]
+                return advance_in_place(tree, resident, inputs, spec=self.spec, max_seqlen=longest)
+
+            if self.mode in ("inductor", "reduce-overhead"):
+                run = torch.compile(run, fullgraph=True, dynamic=None)
+            self.compiled[single] = run
+        return self.compiled[single]
+
+    def upload(self, x: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(x)
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def send(self, captured: Captured, host: HostInputs) -> None:
+        """Copy to the graph's inputs what differs from the step before: in a steady decode nothing."""
+        sent = captured.sent
+        for index, (target, new) in enumerate(zip(captured.inputs, host, strict=True)):
+            if target is not None and (sent is None or not np.array_equal(sent[index], new)):
+                target.copy_(torch.from_numpy(new).pin_memory(), non_blocking=True)
+        captured.sent = host
+
+    def capture(self, tree: dict, host: HostInputs, bucket: Bucket) -> Captured:
+        """Compile and warm up on padding, which writes nothing, then capture."""
+        began = time.perf_counter()
+        inputs = StepInputs(*(None if x is None else self.upload(x) for x in padding_like(host, self.resident.rows)))
+        run = self.function(bucket)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                run(tree, self.resident, inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            output = run(tree, self.resident, inputs)
+        name = f"decode of {bucket.entries}" if bucket.tokens is None else f"prefill of {bucket.tokens} tokens"
+        self.report(f"captured {name} in {time.perf_counter() - began:.1f} s")
+        return Captured(graph, inputs, None, output, tree)
+
+
+def padding_like(host: HostInputs, rows: Rows) -> HostInputs:
+    """Inputs of the same sizes in which every entry is padding."""
+    return HostInputs(
+        row=np.full_like(host.row, rows.length.shape[0] - 1),
+        accept=np.zeros_like(host.accept),
+        cu_seqlens=host.cu_seqlens if host.token_ids is None else np.zeros_like(host.cu_seqlens),
+        token_ids=None if host.token_ids is None else np.zeros_like(host.token_ids),
+    )
+
+
+def same_storage(a: Any, b: Any) -> bool:
+    """Whether two parameter trees are the same tensors, so that a graph captured with one computes with the other."""
+    if isinstance(a, Tensor):
+        return a is b or a.data_ptr() == b.data_ptr()
+    if isinstance(a, dict):
+        return a is b or all(same_storage(a[key], b[key]) for key in a)
+    return a is b or all(same_storage(x, y) for x, y in zip(a, b, strict=True))

@@ -1,0 +1,139 @@
+"""Rotary position embeddings: frequencies of every supported scaling, tables per token, rotation (pure, traceable).
+
+The frequencies follow transformers operation by operation in float32 on the CPU, since one unit in the last place of a
+frequency is a visible angle at position 100,000.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Float32, Int
+from torch import Tensor
+
+from fnllm_weights import ModelConfig, RopeConfig
+
+
+class Rope(NamedTuple):
+    """Frequencies on the model's device; only tensors and None, so that a compiled step sees no Python numbers.
+
+    Beyond `switch_length` tokens the sequence uses `long_inv_freq` (longrope), or frequencies of a base that grows with
+    its length (dynamic). Both are None in all other scalings.
+    """
+
+    inv_freq: Float32[Tensor, " half_D"]
+    attention_factor: Float32[Tensor, ""]
+    switch_length: Int[Tensor, ""] | None = None
+    long_inv_freq: Float32[Tensor, " half_D"] | None = None
+    # rope_theta, factor, factor - 1 and the original length, for dynamic
+    growth: Float32[Tensor, " 4"] | None = None
+
+
+def make_rope(config: ModelConfig, device: str | torch.device = "cpu") -> Rope:
+    """The frequencies of a model, computed on the CPU and moved to `device`."""
+    rope, dim = config.rope, config.head_dim
+    attention_factor, switch, long, growth = 1.0, None, None, None
+    exponents = _exponents(dim)
+    inv_freq = 1.0 / (rope.rope_theta**exponents)
+    if rope.rope_type == "linear":
+        inv_freq = inv_freq / rope.factor
+    elif rope.rope_type == "dynamic":
+        switch = torch.tensor(config.max_position_embeddings)
+        growth = torch.tensor([rope.rope_theta, rope.factor, rope.factor - 1, config.max_position_embeddings])
+    elif rope.rope_type == "yarn":
+        inv_freq, attention_factor = _yarn(rope, dim), _yarn_attention_factor(rope)
+    elif rope.rope_type == "llama3":
+        inv_freq = _llama3(rope, inv_freq)
+    elif rope.rope_type == "longrope":
+        attention_factor = _longrope_attention_factor(rope)
+        switch = torch.tensor(rope.original_max_position_embeddings)
+        inv_freq = 1.0 / (torch.tensor(rope.short_factor) * rope.rope_theta**exponents)
+        long = 1.0 / (torch.tensor(rope.long_factor) * rope.rope_theta**exponents)
+    tensors = (inv_freq, torch.tensor(attention_factor), switch, long, growth)
+    return Rope(*(None if tensor is None else tensor.to(device) for tensor in tensors))
+
+
+def rope_tables(
+    rope: Rope, positions: Int[Tensor, " T"], lengths: Int[Tensor, " T"]
+) -> tuple[Float32[Tensor, "T half_D"], Float32[Tensor, "T half_D"]]:
+    """cos and sin of every token's angles, times the attention factor.
+
+    lengths: tokens of the sequence each token belongs to, itself and later ones of the same prefill included; only
+    dynamic and longrope look at it.
+    """
+    inv_freq: Tensor = rope.inv_freq
+    if rope.long_inv_freq is not None:
+        inv_freq = torch.where((lengths > rope.switch_length)[:, None], rope.long_inv_freq, inv_freq)
+    elif rope.growth is not None:
+        dim = 2 * inv_freq.shape[0]
+        theta, factor, factor_less_one, original = rope.growth.unbind()
+        stretched = torch.maximum(lengths, rope.switch_length).float()
+        base = theta * (factor * stretched / original - factor_less_one) ** (dim / (dim - 2))
+        grown = 1.0 / (base[:, None] ** _exponents(dim, inv_freq.device))
+        inv_freq = torch.where((lengths > rope.switch_length)[:, None], grown, inv_freq)
+    angles = positions[:, None].float() * inv_freq
+    return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+
+
+def apply_rope(
+    x: Float[Tensor, "T N D"], cos: Float32[Tensor, "T half_D"], sin: Float32[Tensor, "T half_D"]
+) -> Float[Tensor, "T N D"]:
+    """Rotate the pairs (i, i + D/2) of every head, in float32; the result has x's dtype."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def _exponents(dim: int, device: str | torch.device = "cpu") -> Float32[Tensor, " half_D"]:
+    return torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+
+
+def _yarn(rope: RopeConfig, dim: int) -> Float32[Tensor, " half_D"]:
+    """YaRN (arXiv 2309.00071, section 3.2): low frequencies are interpolated, high ones kept, a ramp between."""
+
+    def turns_to_dim(turns: float) -> float:
+        length = rope.original_max_position_embeddings
+        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
+
+    low, high = turns_to_dim(rope.beta_fast or 32), turns_to_dim(rope.beta_slow or 1)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # no division by zero
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    wavelengths = rope.rope_theta ** _exponents(dim)
+    kept = 1 - ramp
+    return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    def scale(weight: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return scale(rope.mscale) / scale(rope.mscale_all_dim)
+    return scale(1.0)
+
+
+def _longrope_attention_factor(rope: RopeConfig) -> float:
+    """LongRoPE (arXiv 2402.13753): sqrt(1 + ln(factor) / ln(original length))."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings))
+
+
+def _llama3(rope: RopeConfig, inv_freq: Float32[Tensor, " half_D"]) -> Float32[Tensor, " half_D"]:
+    """Llama 3.1: wavelengths beyond the old context are stretched, short ones kept, a smooth passage between."""
+    length = rope.original_max_position_embeddings
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    wavelengths = 2 * math.pi / inv_freq
+    stretched = torch.where(wavelengths > length / low, inv_freq / rope.factor, inv_freq)
+    smooth = (length / wavelengths - low) / (high - low)
+    smoothed = (1 - smooth) * stretched / rope.factor + smooth * stretched
+    between = (wavelengths >= length / high) & (wavelengths <= length / low)
+    return torch.where(between, smoothed, stretched)

@@ -1,0 +1,106 @@
+"""One step of the engine as a pure function: batch, forward, head, sampling, and the rows moved on."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from fnllm_kernels.attention import attention_metadata
+from fnllm_weights import LocalSizes, ModelConfig
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fnllm.batch import Rows, StepInputs, advance, decode_batch, ragged_batch
+from fnllm.cache import KVCache
+from fnllm.context import Context
+from fnllm.layers import Layers
+from fnllm.model import forward
+from fnllm.rope import Rope
+from fnllm.sampler import Sampled, SamplerFeatures, sample, take_history, take_rows
+from fnllm.taps import Edit, Taps
+from fnllm.tensor_parallel import TensorParallel
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """What is fixed in a compiled step. Two equal specs may share one compiled function."""
+
+    config: ModelConfig
+    sizes: LocalSizes
+    layers: Layers
+    tp: TensorParallel
+    backend: str  # of paged attention
+    block_size: int
+    vocab_limit: int  # ids from here on are never sampled
+    features: SamplerFeatures
+    capture: tuple[str, ...] = ()
+    edits: tuple[Edit, ...] = ()
+
+
+class StepOutput(NamedTuple):
+    """What leaves a step for the host."""
+
+    sampled: Sampled
+    captured: dict[str, Tensor]  # per captured site, the activations of all tokens of the batch
+
+
+def step(
+    tree: dict, cache: KVCache, rows: Rows, inputs: StepInputs, rope: Rope, *, spec: StepSpec, max_seqlen: int
+) -> tuple[Rows, StepOutput]:
+    """Run the batch that `inputs` names and sample one token for each of its entries.
+
+    Pure but for the cache, into which `fnllm::store_kv` writes the new keys and values.
+    """
+    if inputs.token_ids is None:
+        batch = decode_batch(rows, inputs, rope, spec.block_size)
+    else:
+        batch = ragged_batch(rows, inputs, rope, spec.block_size, max_seqlen)
+    captured: dict[str, Tensor] = {}
+    ctx = Context(
+        config=spec.config,
+        sizes=spec.sizes,
+        tp=spec.tp,
+        layers=spec.layers,
+        batch=batch,
+        cache=cache,
+        backend=spec.backend,
+        metadata=attention_metadata(
+            batch.context_lens,
+            batch.cu_seqlens,
+            max_seqlen_q=batch.max_seqlen,
+            max_blocks=rows.block_table.shape[1],
+            block_size=spec.block_size,
+            num_heads=spec.sizes.heads,
+            num_kv_heads=spec.sizes.kv_heads,
+            head_dim=spec.config.head_dim,
+            backend=spec.backend,
+        ),
+        taps=Taps(capture=spec.capture, edits=spec.edits, captured=captured),
+    )
+    hidden = forward(tree, ctx)
+    if inputs.token_ids is not None:
+        hidden = hidden[(inputs.cu_seqlens[1:] - 1).clamp(min=0)]
+    logits = spec.layers.lm_head(tree["lm_head"], hidden, ctx)
+    sampled = draw(logits, rows, inputs, batch.context_lens, spec)
+    moved = advance(rows, inputs, sampled.ids, keep_history=looks_back(spec.features))
+    return moved, StepOutput(sampled, captured)
+
+
+def draw(
+    logits: Float[Tensor, "B V"], rows: Rows, inputs: StepInputs, positions: Int[Tensor, " B"], spec: StepSpec
+) -> Sampled:
+    """Sample each entry by its row's settings; the noise depends only on seed, position and token id."""
+    return sample(
+        logits,
+        take_rows(rows.sampler, inputs.row),
+        positions,
+        features=spec.features,
+        history=take_history(rows.history, inputs.row) if looks_back(spec.features) else None,
+        vocab_start=spec.sizes.vocab_start,
+        vocab_limit=spec.vocab_limit,
+        tp=spec.tp,
+    )
+
+
+def looks_back(features: SamplerFeatures) -> bool:
+    """Whether sampling needs the tokens so far."""
+    return features.penalties or bool(features.logits_fns)
