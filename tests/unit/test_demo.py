@@ -8,10 +8,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from fnllm_weights import ModelConfig, check_params, local_sizes
 from torch.utils._pytree import tree_map
 
-import fnllm
+from fnllm.score import score
+from fnllm_weights import ModelConfig, check_params, load, local_sizes
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "fnllm" / "demo"
@@ -123,7 +123,7 @@ def test_training_loss_is_what_score_says(trained):
     params.tree["lm_head"] = params.tree["embed"]
     windows = torch.randint(11, (3, 8), generator=torch.Generator().manual_seed(0))
     loss = training.loss_functions(params, RECIPE, "cpu", False)[1](params.tree, windows)
-    scored = torch.cat(fnllm.score(params, windows.tolist()))
+    scored = torch.cat(score(params, windows.tolist()))
     torch.testing.assert_close(loss, -scored.mean(), rtol=1e-5, atol=1e-6)
 
 
@@ -144,7 +144,7 @@ def test_rate_rises_and_falls_to_zero():
 
 @pytest.fixture(scope="module")
 def demo():
-    return fnllm.load(DEMO)
+    return load(DEMO)
 
 
 def test_demo_is_small_and_whole():
@@ -166,7 +166,7 @@ HELD_OUT = ""
 def test_demo_prefers_english_to_its_words_shuffled(demo):
     words = HELD_OUT.split()
     shuffled = " ".join(np.random.default_rng(0).permutation(words))
-    scores = fnllm.score(demo, [demo.tokenizer.encode(sample) for sample in (HELD_OUT, shuffled)])
+    scores = score(demo, [demo.tokenizer.encode(sample) for sample in (HELD_OUT, shuffled)])
     assert scores[0].mean() > -3.6
     assert scores[1].mean() < scores[0].mean() - 2
 
