@@ -67,7 +67,7 @@ class Recipe(NamedTuple):
     """What a training run is made of, besides the text and the model."""
 
     epochs: float = 24.0
-    minutes: float = math.inf  # the schedule ends at whichever comes first
+    minutes: float = 240.0  # the schedule ends at whichever comes first
     context: int = 1024  # tokens in a window
     batch: int = 16  # windows in a step
     learning_rate: float = 2e-3  # at its peak
