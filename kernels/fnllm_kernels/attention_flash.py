@@ -41,13 +41,11 @@ def paged_attention_fa3(
         cu_seqlens_q=None if decode else cu_seqlens_q.contiguous(),
         seqused_k=context_lens,
         max_seqlen_q=None if decode else max_seqlen_q,
-        max_seqlen_k=max_context or block_tables.shape[1] * k_cache.shape[1],
         page_table=block_tables,
         softmax_scale=scale,
         is_causal=True,
         window_size_left=left,
         window_size_right=right,
-        is_rotary_interleaved=True,
         scheduler_metadata=metadata,
     )
     if not decode:
@@ -62,7 +60,7 @@ def fa3_metadata(
     num_kv_heads: int,
     head_dim: int,
     block_size: int,
-    max_context: int,
+    max_blocks: int,
     max_seqlen_q: int,
     dtype: torch.dtype,
     window: int,
@@ -72,7 +70,7 @@ def fa3_metadata(
     cu_seqlens_q is None in decode, where each row is its own sequence.
     """
     return _fa3_metadata_op(
-        context_lens, cu_seqlens_q, num_heads, num_kv_heads, head_dim, block_size, max_context, max_seqlen_q,
+        context_lens, cu_seqlens_q, num_heads, num_kv_heads, head_dim, block_size, max_blocks, max_seqlen_q,
         dtype, window,
     )  # fmt: skip
 
@@ -89,14 +87,14 @@ def _metadata_size(batch: int, window: int) -> int:
     "fnllm::fa3_metadata",
     mutates_args=(),
     schema="(Tensor context_lens, Tensor? cu_seqlens_q, int num_heads, int num_kv_heads, int head_dim, int block_size, "
-    "int max_context, int max_seqlen_q, ScalarType dtype, int window) -> Tensor",
+    "int max_blocks, int max_seqlen_q, ScalarType dtype, int window) -> Tensor",
 )
 def _fa3_metadata_op(
-    context_lens, cu_seqlens_q, num_heads, num_kv_heads, head_dim, block_size, max_context, max_seqlen_q, dtype, window
+    context_lens, cu_seqlens_q, num_heads, num_kv_heads, head_dim, block_size, max_blocks, max_seqlen_q, dtype, window
 ):
     left, right = (window - 1, 0) if window else (-1, -1)
     made = _fa3().get_scheduler_metadata(
-        context_lens.shape[0], max_seqlen_q, max_context, num_heads, num_kv_heads, head_dim, head_dim, dtype,
+        context_lens.shape[0], max_seqlen_q, max_blocks * block_size, num_heads, num_kv_heads, head_dim, head_dim, dtype,
         context_lens.contiguous(), cu_seqlens_q, page_size=block_size, is_causal=True,
         window_size_left=left, window_size_right=right,
     )  # fmt: skip
@@ -111,7 +109,7 @@ def _fa3_metadata_op(
 
 @_fa3_metadata_op.register_fake
 def _fa3_metadata_fake(
-    context_lens, cu_seqlens_q, num_heads, num_kv_heads, head_dim, block_size, max_context, max_seqlen_q, dtype, window
+    context_lens, cu_seqlens_q, num_heads, num_kv_heads, head_dim, block_size, max_blocks, max_seqlen_q, dtype, window
 ):
     return context_lens.new_empty(_metadata_size(context_lens.shape[0], window), dtype=torch.int32)
 

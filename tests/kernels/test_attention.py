@@ -3,6 +3,7 @@
 import kernel_cases as cases
 import pytest
 import torch
+
 from fnllm_kernels import attention_reference
 from fnllm_kernels.attention import attention_metadata, default_backend, paged_attention
 
