@@ -75,12 +75,16 @@ def fa3_metadata(
     )  # fmt: skip
 
 
-def _metadata_size(batch: int, window: int) -> int:
-    """Entries of FA3's metadata: vectors of B rounded up to 4 (two, one to sort, one to swizzle heads) and a counter.
+def _metadata_size(batch: int, head_dim: int, max_keys: int, max_seqlen_q: int, window: int) -> int:
+    """Entries of FA3's metadata: a counter, and up to four vectors of B rounded up to 4.
 
-    Source: `mha_fwd_get_scheduler_metadata` in the package's flash_api.cpp; local attention does not sort.
+    Two vectors are always there; full attention sorts the sequences by a third, causal and local attention order the
+    heads by a fourth. One query per sequence counts as causal at head dims 65 to 128 only. Source:
+    `mha_fwd_get_scheduler_metadata` in the package's flash_api.cpp.
     """
-    return 1 + (batch + 3) // 4 * 4 * (3 if window else 4)
+    local = 0 < window < max_keys
+    orders_heads = local or max_seqlen_q > 1 or 64 < head_dim <= 128
+    return 1 + (batch + 3) // 4 * 4 * (2 + (not local) + orders_heads)
 
 
 @torch.library.custom_op(
@@ -93,16 +97,16 @@ def _fa3_metadata_op(
     context_lens, cu_seqlens_q, num_heads, num_kv_heads, head_dim, block_size, max_blocks, max_seqlen_q, dtype, window
 ):
     left, right = (window - 1, 0) if window else (-1, -1)
+    batch, max_keys = context_lens.shape[0], max_blocks * block_size
     made = _fa3().get_scheduler_metadata(
-        context_lens.shape[0], max_seqlen_q, max_blocks * block_size, num_heads, num_kv_heads, head_dim, head_dim, dtype,
-        context_lens.contiguous(), cu_seqlens_q, page_size=block_size, is_causal=True,
-        window_size_left=left, window_size_right=right,
+        batch, max_seqlen_q, max_keys, num_heads, num_kv_heads, head_dim, head_dim, dtype, context_lens.contiguous(),
+        cu_seqlens_q, page_size=block_size, is_causal=True, window_size_left=left, window_size_right=right,
     )  # fmt: skip
-    if made.numel() != _metadata_size(context_lens.shape[0], window):
+    expected = _metadata_size(batch, head_dim, max_keys, max_seqlen_q, window)
+    if made.numel() != expected:
         raise RuntimeError(
-            f"fa3: this build's scheduler metadata has {made.numel()} entries for a batch of {context_lens.shape[0]}, "
-            f"expected {_metadata_size(context_lens.shape[0], window)}; pass metadata=None, or install the "
-            "tokenspeed-fa3 release the project names"
+            f"fa3: this build's scheduler metadata has {made.numel()} entries for a batch of {batch}, expected "
+            f"{expected}; pass metadata=None, or install the tokenspeed-fa3 release the project names"
         )
     return made
 
@@ -111,7 +115,8 @@ def _fa3_metadata_op(
 def _fa3_metadata_fake(
     context_lens, cu_seqlens_q, num_heads, num_kv_heads, head_dim, block_size, max_blocks, max_seqlen_q, dtype, window
 ):
-    return context_lens.new_empty(_metadata_size(context_lens.shape[0], window), dtype=torch.int32)
+    size = _metadata_size(context_lens.shape[0], head_dim, max_blocks * block_size, max_seqlen_q, window)
+    return context_lens.new_empty(size, dtype=torch.int32)
 
 
 def paged_attention_fa2(
