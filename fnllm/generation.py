@@ -10,14 +10,15 @@ from fnllm_weights import Params
 
 from fnllm.completion import Chunk, Completion, failed
 from fnllm.capture import capture_bytes, captures_of_each, expand, union_of_sites
-from fnllm.edits import channels_of, edits_of_each
+from fnllm.edits import Edit, channels_of, edits_of_each
 from fnllm.engines import Engine, Flight, machine_for
 from fnllm.layers import Layers
-from fnllm.machine import Variant
+from fnllm.machine import Machine, Variant
 from fnllm.options import EngineOptions
 from fnllm.progress import Meter, is_terminal
 from fnllm.prompts import normalise, pair_sampling
 from fnllm.sampling import Sampling, check_sampling
+from fnllm.scoring import prompt_logprobs
 from fnllm.state import abort, add
 from fnllm.tracks import Track, absorb, track
 
@@ -128,6 +129,7 @@ def serve(
                 for one in tracks.values()
             )
         )
+    score_prompts(params, layers, tracks, chosen, machine)
     yield from refused
     meter = Meter(len(tracks)) if progress or (progress is None and is_terminal()) else None
     flight: Flight | None = None
@@ -154,3 +156,29 @@ def serve(
         machine.idle = state
         if meter is not None:
             meter.close()
+
+
+def score_prompts(
+    params: Params,
+    layers: Layers | None,
+    tracks: Mapping[int, Track],
+    edits: Sequence[Sequence[Edit]],
+    machine: Machine,
+) -> None:
+    """Give the tracks that asked for it their prompts' log-probabilities, by `score`, whatever the prefix cache holds."""
+    asked = {one.index: one for one in tracks.values() if one.sampling.prompt_logprobs is not None}
+    if not asked:
+        return
+    found = prompt_logprobs(
+        params,
+        [one.prompt for one in asked.values()],
+        [one.sampling.prompt_logprobs or 0 for one in asked.values()],
+        layers=layers,
+        edits=[edits[index] for index in asked],
+        numerics=machine.options.numerics,
+        max_batched_tokens=machine.options.max_num_batched_tokens,
+        tp=machine.tp,
+    )
+    of_prompt = dict(zip(asked, found, strict=True))
+    for one in tracks.values():
+        one.prompt_logprobs = of_prompt.get(one.index)

@@ -17,6 +17,7 @@ from fnllm.capture import NOTHING, Capture
 from fnllm.compiled import HostInputs, Resident, StepRunner, ladder, round_up
 from fnllm.edits import Channel, Edit
 from fnllm.layers import Layers
+from fnllm.numerics import exchanges_for, layers_for
 from fnllm.options import EngineOptions, blocks_for_load
 from fnllm.rope import make_rope
 from fnllm.rows import empty_choices, empty_rows, send, write_choices, write_joins, write_tables
@@ -248,8 +249,8 @@ class Machine:
         spec = StepSpec(
             config=self.config,
             sizes=self.sizes,
-            layers=variant.layers,
-            tp=self.tp,
+            layers=layers_for(variant.layers, self.options.numerics),
+            tp=exchanges_for(self.tp, self.options.numerics),
             backend=self.backend,
             block_size=self.options.block_size,
             vocab_limit=self.vocab_limit,

@@ -79,6 +79,29 @@ def empty_choices(channels: Sequence[Channel], count: int, device: torch.device)
     )
 
 
+def choices_of(
+    channels: Sequence[Channel], edits: Sequence[Sequence[Edit]], device: torch.device
+) -> tuple[Choice, ...]:
+    """The choices of a batch of sequences; differentiable with respect to the edits' values."""
+    places = [placed(chosen, channels) for chosen in edits]
+    return tuple(
+        Choice(
+            torch.tensor([place[index] is not None for place in places], device=device),
+            tuple(
+                torch.stack(
+                    [
+                        torch.zeros(shape, dtype=dtype, device=device) if place[index] is None
+                        else place[index].values[at].to(device)
+                        for place in places
+                    ]
+                )
+                for at, (shape, dtype) in enumerate(zip(channel.shapes, channel.dtypes, strict=True))
+            ),
+        )
+        for index, channel in enumerate(channels)
+    )
+
+
 def write_choices(
     choices: Sequence[Choice], channels: Sequence[Channel], row: Sequence[int], edits: Sequence[Sequence[Edit]]
 ) -> None:
