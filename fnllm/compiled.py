@@ -16,6 +16,7 @@ from fnllm.step import StepOutput, StepSpec, step
 
 # eager; eager in CUDA graphs (no compile time); compiled; compiled in CUDA graphs
 COMPILE_MODES = ("none", "graphs", "inductor", "reduce-overhead")
+TRACED_MODES = ("inductor", "reduce-overhead")
 
 
 class Bucket(NamedTuple):
@@ -128,7 +129,7 @@ class StepRunner:
                 longest = 1 if inputs.token_ids is None else inputs.token_ids.shape[0]
                 return advance_in_place(tree, resident, inputs, spec=self.spec, max_seqlen=longest)
 
-            if self.mode in ("inductor", "reduce-overhead"):
+            if self.mode in TRACED_MODES:
                 run = torch.compile(run, fullgraph=True, dynamic=None)
             self.compiled[single] = run
         return self.compiled[single]

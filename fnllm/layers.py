@@ -18,6 +18,7 @@ from torch import Tensor
 from fnllm.context import Context
 from fnllm.packed_attention import packed_attention
 from fnllm.rope import apply_rope
+from fnllm.sampler import Sampled, sample
 
 
 def embed(p: Float[Tensor, "V H"], token_ids: Int[Tensor, " T"], ctx: Context) -> Float[Tensor, "T H"]:
@@ -135,3 +136,4 @@ class Layers(NamedTuple):
     moe: Callable[..., Tensor] = moe
     activation: Callable[..., Tensor] = activation
     lm_head: Callable[..., Tensor] = lm_head
+    sample: Callable[..., Sampled] = sample

@@ -14,7 +14,7 @@ from fnllm_weights.params import walk
 from fnllm.batch import Rows
 from fnllm.cache import allocate, block_bytes, blocks_that_fit
 from fnllm.capture import NOTHING, Capture
-from fnllm.compiled import HostInputs, Resident, StepRunner, ladder, round_up
+from fnllm.compiled import TRACED_MODES, HostInputs, Resident, StepRunner, ladder, round_up
 from fnllm.edits import Channel, Edit
 from fnllm.layers import Layers
 from fnllm.numerics import exchanges_for, layers_for
@@ -28,6 +28,7 @@ from fnllm.state import State
 from fnllm.step import StepOutput, StepSpec
 from fnllm.taps import Choice
 from fnllm.tensor_parallel import TensorParallel
+from fnllm.trial import try_step
 
 CAPTURED_PREFILL = (64, 128, 256, 512, 1024, 2048)  # prefill steps up to the last of these are replayed as graphs
 CAPTURED_ENTRIES = 8  # ... when they hold at most so many sequences
@@ -72,6 +73,7 @@ class Machine:
         rows = empty_rows(options.max_num_seqs, max_blocks, options.max_model_len, self.device)
         self.resident = Resident(cache, rows, make_rope(params.config, self.device))
         self.runners: dict[StepSpec, StepRunner] = {}
+        self.tried: set[Variant] = set()  # whose functions have passed a trial
         self.choices: dict[tuple[Channel, ...], tuple[Choice, ...]] = {(): ()}  # of each row, for each set of channels
         self.features: list[SamplerFeatures] = [SamplerFeatures()] * options.max_num_seqs  # of each row
         self.batch_rows, self.batch_features = np.zeros(0, np.int32), SamplerFeatures()
@@ -136,7 +138,7 @@ class Machine:
         else:
             variant = variant._replace(capture=())
         with torch.no_grad():
-            return self.runner(variant, self.features_for(plan))(params.tree, inputs, capture=capture)
+            return self.runner(variant, self.features_for(plan), params.tree)(params.tree, inputs, capture=capture)
 
     def apply(self, plan: Plan, job_of: Callable[[int], Job], channels: tuple[Channel, ...]) -> None:
         """Bring cache and rows to where the plan starts: block copies, joining rows, grown block tables."""
@@ -245,7 +247,7 @@ class Machine:
         token_ids[plan.num_decode : tokens] = plan.prefill_tokens
         return HostInputs(row, accept, cu_seqlens, token_ids), capture
 
-    def runner(self, variant: Variant, features: SamplerFeatures) -> StepRunner:
+    def runner(self, variant: Variant, features: SamplerFeatures, tree: dict) -> StepRunner:
         spec = StepSpec(
             config=self.config,
             sizes=self.sizes,
@@ -260,6 +262,10 @@ class Machine:
         )
         if spec not in self.runners:
             rows = self.resident.rows._replace(edits=self.choices_of(variant.edits))
+            functions = variant._replace(capture=())
+            if functions not in self.tried and functions != Variant():
+                try_step(tree, self.resident._replace(rows=rows), spec, traced=self.options.compile in TRACED_MODES)
+                self.tried.add(functions)
             self.runners[spec] = StepRunner(spec, self.resident._replace(rows=rows), self.options.compile, self.report)
         return self.runners[spec]
 
