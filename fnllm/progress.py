@@ -1,5 +1,6 @@
 """One line on a terminal that says how far a call is, with prefill and decode tokens/s."""
 
+import shutil
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ REDRAW_SECONDS = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class Counts:
     """What the line shows; change it with `advance`."""
 
     requests: int  # in the call
@@ -18,62 +19,79 @@ class Progress:
     decode_tokens: int = 0
     prefill_seconds: float = 0.0  # of the steps that read prompt tokens
     decode_seconds: float = 0.0  # of the steps that gave new tokens
-    drawn_at: float = float("-inf")  # clock of the last redraw
 
 
-def advance(progress: Progress, *, seconds: float, prefill: int = 0, decode: int = 0, finished: int = 0) -> Progress:
-    """The progress after one step: how long it took, prompt tokens read, new tokens, requests that ended.
+def advance(counts: Counts, *, seconds: float, prefill: int = 0, decode: int = 0, finished: int = 0) -> Counts:
+    """The counts after one step: how long it took, prompt tokens read, new tokens, requests that ended.
 
     A mixed step's time counts for both rates, since both kinds of token waited for it.
     """
     return replace(
-        progress,
-        finished=progress.finished + finished,
-        prefill_tokens=progress.prefill_tokens + prefill,
-        decode_tokens=progress.decode_tokens + decode,
-        prefill_seconds=progress.prefill_seconds + (seconds if prefill else 0.0),
-        decode_seconds=progress.decode_seconds + (seconds if decode else 0.0),
+        counts,
+        finished=counts.finished + finished,
+        prefill_tokens=counts.prefill_tokens + prefill,
+        decode_tokens=counts.decode_tokens + decode,
+        prefill_seconds=counts.prefill_seconds + (seconds if prefill else 0.0),
+        decode_seconds=counts.decode_seconds + (seconds if decode else 0.0),
     )
 
 
-def line(progress: Progress, width: int = 79) -> str:
+def line(counts: Counts, width: int = 79) -> str:
     """The text of the line, no wider than `width`.
 
-    >>> line(advance(Progress(requests=4), seconds=0.5, prefill=600, decode=3, finished=1))
+    >>> line(advance(Counts(requests=4), seconds=0.5, prefill=600, decode=3, finished=1))
     '1/4 [#####               ] prefill 1,200 tok/s, decode 6 tok/s, 3 new tokens'
     """
-    full = 20 * progress.finished // max(1, progress.requests)
-    parts = (f"{progress.finished}/{progress.requests} [{'#' * full:20}] "
-             f"prefill {_rate(progress.prefill_tokens, progress.prefill_seconds)}, "
-             f"decode {_rate(progress.decode_tokens, progress.decode_seconds)}, "
-             f"{progress.decode_tokens:,} new tokens")
-    return parts[:width]
+    full = 20 * counts.finished // max(1, counts.requests)
+    return (
+        f"{counts.finished}/{counts.requests} [{'#' * full:20}] "
+        f"prefill {rate(counts.prefill_tokens, counts.prefill_seconds)}, "
+        f"decode {rate(counts.decode_tokens, counts.decode_seconds)}, {counts.decode_tokens:,} new tokens"
+    )[:width]
 
 
-def is_terminal(stream: TextIO | None = None) -> bool:
-    """Whether a progress line makes sense on the stream (stderr if none is given)."""
-    stream = sys.stderr if stream is None else stream
+def rate(tokens: int, seconds: float) -> str:
+    """Tokens per second as a person reads it; a dash when there is nothing to divide."""
+    if tokens == 0 or seconds <= 0:
+        return "- tok/s"
+    value = tokens / seconds
+    return f"{value:,.0f} tok/s" if value >= 10 or value == int(value) else f"{value:.1f} tok/s"
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether someone watches the stream: then a line may be redrawn on it."""
     return stream is not None and getattr(stream, "isatty", lambda: False)()
 
 
-def draw(progress: Progress, stream: TextIO, now: float | None = None, width: int = 79) -> Progress:
-    """Redraw the line, at most ten times a second; return the progress that knows of it."""
-    now = time.monotonic() if now is None else now
-    if now - progress.drawn_at < REDRAW_SECONDS:
-        return progress
-    stream.write(f"\r\x1b[K{line(progress, width)}")
-    stream.flush()
-    return replace(progress, drawn_at=now)
+class Progress:
+    """The line on a terminal (effect); without a terminal it writes nothing.
 
+    Draws at most ten times a second, so that it costs a running step a comparison.
+    """
 
-def end(progress: Progress, stream: TextIO, width: int = 79) -> None:
-    """Leave the last state of the line on the terminal."""
-    stream.write(f"\r\x1b[K{line(progress, width)}\n")
-    stream.flush()
+    def __init__(self, requests: int, stream: TextIO | None = None):
+        self.stream = sys.stderr if stream is None else stream
+        self.shows = is_terminal(self.stream)
+        self.counts = Counts(requests=requests)
+        self.last = time.monotonic()
+        self.drawn = self.last
 
+    def update(self, prefill: int, decode: int, running: int) -> None:
+        """Take a step that just ended: prompt tokens read, new tokens, requests that have not ended."""
+        now = time.monotonic()
+        finished = self.counts.requests - running - self.counts.finished
+        self.counts = advance(self.counts, seconds=now - self.last, prefill=prefill, decode=decode, finished=finished)
+        self.last = now
+        if self.shows and now - self.drawn >= REDRAW_SECONDS:
+            self.drawn = now
+            self._draw("")
 
-def _rate(tokens: int, seconds: float) -> str:
-    if tokens == 0 or seconds <= 0:
-        return "- tok/s"
-    rate = tokens / seconds
-    return f"{rate:,.0f} tok/s" if rate >= 10 or rate == int(rate) else f"{rate:.1f} tok/s"
+    def close(self) -> None:
+        """Leave the last state of the line on the terminal."""
+        if self.shows:
+            self._draw("\n")
+
+    def _draw(self, ending: str) -> None:
+        width = shutil.get_terminal_size((80, 24)).columns - 1
+        self.stream.write(f"\r\x1b[K{line(self.counts, width)}{ending}")
+        self.stream.flush()
