@@ -110,7 +110,10 @@ class Engine:
     def recover(self, state: State) -> State:
         """Continue a state that the machine has left since: blocks written by others are forgotten and computed anew."""
         disturbed = np.flatnonzero(self.machine.written > state.clock).tolist()
-        settled = scheduler.suspend(scheduler.invalidate(state.scheduler, disturbed))
+        settled = scheduler.invalidate(state.scheduler, disturbed)
+        running = [int(seq_id) for seq_id in settled.rows.seq_id if seq_id >= 0]
+        for seq_id in sorted(running, reverse=True):  # the oldest ends up first in line
+            settled = scheduler.park(settled, seq_id)
         return State(settled, self.machine.clock)
 
 

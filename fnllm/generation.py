@@ -10,7 +10,7 @@ from fnllm_weights import Params
 from fnllm.completion import Chunk, Completion, failed
 from fnllm.engines import Flight, engine
 from fnllm.layers import Layers
-from fnllm.progress import Progress
+from fnllm.progress import Meter, is_terminal
 from fnllm.prompts import normalise, pair_sampling
 from fnllm.sampling import Sampling, check_sampling
 from fnllm.state import abort, add
@@ -104,7 +104,7 @@ def serve(
                 raise
             refused.append(Chunk(index=index, completion=failed(error)))
     yield from refused
-    meter = Progress(len(tracks)) if progress is not False else None
+    meter = Meter(len(tracks)) if progress or (progress is None and is_terminal()) else None
     flight: Flight | None = None
     try:
         while tracks or flight is not None:
@@ -117,7 +117,7 @@ def serve(
                 state, step = worker.collect(state, landed)
                 state, chunks = absorb(state, step, tracks, time.perf_counter())
                 if meter is not None:
-                    meter.update(int(step.plan.query_lens.sum()), len(step.plan.rows), len(tracks))
+                    meter.step(step.plan, left=len(tracks))
                 yield from chunks
             elif flight is None:
                 raise RuntimeError(f"the scheduler has {len(tracks)} requests and no step for them")

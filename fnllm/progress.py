@@ -6,11 +6,13 @@ import time
 from dataclasses import dataclass, replace
 from typing import TextIO
 
+from fnllm.scheduler import Plan
+
 REDRAW_SECONDS = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counts:
+class Progress:
     """What the line shows; change it with `advance`."""
 
     requests: int  # in the call
@@ -21,32 +23,32 @@ class Counts:
     decode_seconds: float = 0.0  # of the steps that gave new tokens
 
 
-def advance(counts: Counts, *, seconds: float, prefill: int = 0, decode: int = 0, finished: int = 0) -> Counts:
-    """The counts after one step: how long it took, prompt tokens read, new tokens, requests that ended.
+def advance(progress: Progress, *, seconds: float, prefill: int = 0, decode: int = 0, finished: int = 0) -> Progress:
+    """The progress after one step: how long it took, prompt tokens read, new tokens, requests that ended.
 
     A mixed step's time counts for both rates, since both kinds of token waited for it.
     """
     return replace(
-        counts,
-        finished=counts.finished + finished,
-        prefill_tokens=counts.prefill_tokens + prefill,
-        decode_tokens=counts.decode_tokens + decode,
-        prefill_seconds=counts.prefill_seconds + (seconds if prefill else 0.0),
-        decode_seconds=counts.decode_seconds + (seconds if decode else 0.0),
+        progress,
+        finished=progress.finished + finished,
+        prefill_tokens=progress.prefill_tokens + prefill,
+        decode_tokens=progress.decode_tokens + decode,
+        prefill_seconds=progress.prefill_seconds + (seconds if prefill else 0.0),
+        decode_seconds=progress.decode_seconds + (seconds if decode else 0.0),
     )
 
 
-def line(counts: Counts, width: int = 79) -> str:
+def line(progress: Progress, width: int = 79) -> str:
     """The text of the line, no wider than `width`.
 
-    >>> line(advance(Counts(requests=4), seconds=0.5, prefill=600, decode=3, finished=1))
+    >>> line(advance(Progress(requests=4), seconds=0.5, prefill=600, decode=3, finished=1))
     '1/4 [#####               ] prefill 1,200 tok/s, decode 6 tok/s, 3 new tokens'
     """
-    full = 20 * counts.finished // max(1, counts.requests)
+    full = 20 * progress.finished // max(1, progress.requests)
     return (
-        f"{counts.finished}/{counts.requests} [{'#' * full:20}] "
-        f"prefill {rate(counts.prefill_tokens, counts.prefill_seconds)}, "
-        f"decode {rate(counts.decode_tokens, counts.decode_seconds)}, {counts.decode_tokens:,} new tokens"
+        f"{progress.finished}/{progress.requests} [{'#' * full:20}] "
+        f"prefill {rate(progress.prefill_tokens, progress.prefill_seconds)}, "
+        f"decode {rate(progress.decode_tokens, progress.decode_seconds)}, {progress.decode_tokens:,} new tokens"
     )[:width]
 
 
@@ -58,40 +60,43 @@ def rate(tokens: int, seconds: float) -> str:
     return f"{value:,.0f} tok/s" if value >= 10 or value == int(value) else f"{value:.1f} tok/s"
 
 
-def is_terminal(stream: TextIO | None) -> bool:
-    """Whether someone watches the stream: then a line may be redrawn on it."""
+def is_terminal(stream: TextIO | None = None) -> bool:
+    """Whether someone watches the stream (stderr if none is given): then a line may be redrawn on it."""
+    stream = sys.stderr if stream is None else stream
     return stream is not None and getattr(stream, "isatty", lambda: False)()
 
 
-class Progress:
-    """The line on a terminal (effect); without a terminal it writes nothing.
+class Meter:
+    """The progress of one call, drawn on stderr as steps come (effect: writes there, reads the clock).
 
     Draws at most ten times a second, so that it costs a running step a comparison.
     """
 
     def __init__(self, requests: int, stream: TextIO | None = None):
         self.stream = sys.stderr if stream is None else stream
-        self.shows = is_terminal(self.stream)
-        self.counts = Counts(requests=requests)
-        self.last = time.monotonic()
-        self.drawn = self.last
+        self.progress, self.left = Progress(requests=requests), requests
+        self.at = self.drawn = time.monotonic()
 
-    def update(self, prefill: int, decode: int, running: int) -> None:
-        """Take a step that just ended: prompt tokens read, new tokens, requests that have not ended."""
+    def step(self, plan: Plan, *, left: int) -> None:
+        """Take in one step, after which `left` requests are not done."""
         now = time.monotonic()
-        finished = self.counts.requests - running - self.counts.finished
-        self.counts = advance(self.counts, seconds=now - self.last, prefill=prefill, decode=decode, finished=finished)
-        self.last = now
-        if self.shows and now - self.drawn >= REDRAW_SECONDS:
+        self.progress = advance(
+            self.progress,
+            seconds=now - self.at,
+            prefill=int(plan.query_lens.sum()) - plan.num_decode,
+            decode=int(plan.samples.sum()),
+            finished=self.left - left,
+        )
+        self.left, self.at = left, now
+        if now - self.drawn >= REDRAW_SECONDS:
             self.drawn = now
             self._draw("")
 
     def close(self) -> None:
         """Leave the last state of the line on the terminal."""
-        if self.shows:
-            self._draw("\n")
+        self._draw("\n")
 
     def _draw(self, ending: str) -> None:
         width = shutil.get_terminal_size((80, 24)).columns - 1
-        self.stream.write(f"\r\x1b[K{line(self.counts, width)}{ending}")
+        self.stream.write(f"\r\x1b[K{line(self.progress, width)}{ending}")
         self.stream.flush()

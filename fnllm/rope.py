@@ -5,7 +5,7 @@ frequency is a visible angle at position 100,000.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Float32, Int
@@ -17,13 +17,13 @@ from fnllm_weights import ModelConfig, RopeConfig
 class Rope(NamedTuple):
     """Frequencies on the model's device; only tensors and None, so that a compiled step sees no Python numbers.
 
-    Beyond `switch_length` tokens the sequence uses `long_inv_freq` (longrope), or frequencies of a base that grows with
-    its length (dynamic). Both are None in all other scalings.
+    A sequence longer than `switch_length` tokens uses `long_inv_freq` (longrope), or frequencies of a base that grows
+    with its length (dynamic). Both are None in all other scalings.
     """
 
     inv_freq: Float32[Tensor, " half_D"]
     attention_factor: Float32[Tensor, ""]
-    switch_length: Int[Tensor, ""] | None = None
+    switch_length: Int[Tensor, ""]
     long_inv_freq: Float32[Tensor, " half_D"] | None = None
     # rope_theta, factor, factor - 1 and the original length, for dynamic
     growth: Float32[Tensor, " 4"] | None = None
@@ -32,25 +32,32 @@ class Rope(NamedTuple):
 def make_rope(config: ModelConfig, device: str | torch.device = "cpu") -> Rope:
     """The frequencies of a model, computed on the CPU and moved to `device`."""
     rope, dim = config.rope, config.head_dim
-    attention_factor, switch, long, growth = 1.0, None, None, None
-    exponents = _exponents(dim)
-    inv_freq = 1.0 / (rope.rope_theta**exponents)
-    if rope.rope_type == "linear":
-        inv_freq = inv_freq / rope.factor
-    elif rope.rope_type == "dynamic":
-        switch = torch.tensor(config.max_position_embeddings)
-        growth = torch.tensor([rope.rope_theta, rope.factor, rope.factor - 1, config.max_position_embeddings])
-    elif rope.rope_type == "yarn":
+    theta, kind, exponents = rope.rope_theta, rope.rope_type, _exponents(dim)
+    inv_freq = 1.0 / (theta**exponents)
+    attention_factor, switch_length = 1.0, config.max_position_embeddings
+    long_inv_freq, growth = None, None
+    if kind == "linear":
+        (factor,) = _given(rope, "factor")
+        inv_freq = inv_freq / factor
+    elif kind == "dynamic":
+        (factor,) = _given(rope, "factor")
+        growth = torch.tensor([theta, factor, factor - 1, switch_length], dtype=torch.float32, device=device)
+    elif kind == "yarn":
         inv_freq, attention_factor = _yarn(rope, dim), _yarn_attention_factor(rope)
-    elif rope.rope_type == "llama3":
+    elif kind == "llama3":
         inv_freq = _llama3(rope, inv_freq)
-    elif rope.rope_type == "longrope":
+    elif kind == "longrope":
+        short, long, switch_length = _given(rope, "short_factor", "long_factor", "original_max_position_embeddings")
         attention_factor = _longrope_attention_factor(rope)
-        switch = torch.tensor(rope.original_max_position_embeddings)
-        inv_freq = 1.0 / (torch.tensor(rope.short_factor) * rope.rope_theta**exponents)
-        long = 1.0 / (torch.tensor(rope.long_factor) * rope.rope_theta**exponents)
-    tensors = (inv_freq, torch.tensor(attention_factor), switch, long, growth)
-    return Rope(*(None if tensor is None else tensor.to(device) for tensor in tensors))
+        inv_freq = 1.0 / (torch.tensor(short, dtype=torch.float32) * theta**exponents)
+        long_inv_freq = (1.0 / (torch.tensor(long, dtype=torch.float32) * theta**exponents)).to(device)
+    return Rope(
+        inv_freq=inv_freq.to(device),
+        attention_factor=torch.tensor(attention_factor, dtype=torch.float32, device=device),
+        switch_length=torch.tensor(switch_length, device=device),
+        long_inv_freq=long_inv_freq,
+        growth=growth,
+    )
 
 
 def rope_tables(
@@ -84,6 +91,14 @@ def apply_rope(
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
+def _given(rope: RopeConfig, *names: str) -> list[Any]:
+    """Values of settings that a scaling cannot do without."""
+    values = [getattr(rope, name) for name in names]
+    if None in values:
+        raise ValueError(f"rope scaling {rope.rope_type!r} needs {', '.join(names)}, found {values}")
+    return values
+
+
 def _exponents(dim: int, device: str | torch.device = "cpu") -> Float32[Tensor, " half_D"]:
     return torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
 
@@ -91,8 +106,9 @@ def _exponents(dim: int, device: str | torch.device = "cpu") -> Float32[Tensor, 
 def _yarn(rope: RopeConfig, dim: int) -> Float32[Tensor, " half_D"]:
     """YaRN (arXiv 2309.00071, section 3.2): low frequencies are interpolated, high ones kept, a ramp between."""
 
+    factor, length = _given(rope, "factor", "original_max_position_embeddings")
+
     def turns_to_dim(turns: float) -> float:
-        length = rope.original_max_position_embeddings
         return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
 
     low, high = turns_to_dim(rope.beta_fast or 32), turns_to_dim(rope.beta_slow or 1)
@@ -104,12 +120,14 @@ def _yarn(rope: RopeConfig, dim: int) -> Float32[Tensor, " half_D"]:
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     wavelengths = rope.rope_theta ** _exponents(dim)
     kept = 1 - ramp
-    return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+    return 1.0 / (factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:
+    (factor,) = _given(rope, "factor")
+
     def scale(weight: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     if rope.attention_factor is not None:
         return rope.attention_factor
@@ -122,18 +140,18 @@ def _longrope_attention_factor(rope: RopeConfig) -> float:
     """LongRoPE (arXiv 2402.13753): sqrt(1 + ln(factor) / ln(original length))."""
     if rope.attention_factor is not None:
         return rope.attention_factor
-    if rope.factor <= 1:
-        return 1.0
-    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings))
+    factor, original = _given(rope, "factor", "original_max_position_embeddings")
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _llama3(rope: RopeConfig, inv_freq: Float32[Tensor, " half_D"]) -> Float32[Tensor, " half_D"]:
     """Llama 3.1: wavelengths beyond the old context are stretched, short ones kept, a smooth passage between."""
-    length = rope.original_max_position_embeddings
-    low, high = rope.low_freq_factor, rope.high_freq_factor
+    factor, low, high, length = _given(
+        rope, "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
+    )
     wavelengths = 2 * math.pi / inv_freq
-    stretched = torch.where(wavelengths > length / low, inv_freq / rope.factor, inv_freq)
+    stretched = torch.where(wavelengths > length / low, inv_freq / factor, inv_freq)
     smooth = (length / wavelengths - low) / (high - low)
-    smoothed = (1 - smooth) * stretched / rope.factor + smooth * stretched
+    smoothed = (1 - smooth) * stretched / factor + smooth * stretched
     between = (wavelengths >= length / high) & (wavelengths <= length / low)
     return torch.where(between, smoothed, stretched)

@@ -9,7 +9,7 @@ from fnllm_weights import LocalSizes, ModelConfig
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fnllm.batch import Rows, StepInputs, advance, decode_batch, ragged_batch
+from fnllm.batch import Batch, Rows, StepInputs, advance, decode_batch, ragged_batch
 from fnllm.cache import KVCache
 from fnllm.context import Context
 from fnllm.layers import Layers
@@ -63,17 +63,7 @@ def step(
         batch=batch,
         cache=cache,
         backend=spec.backend,
-        metadata=attention_metadata(
-            batch.context_lens,
-            batch.cu_seqlens,
-            max_seqlen_q=batch.max_seqlen,
-            max_blocks=rows.block_table.shape[1],
-            block_size=spec.block_size,
-            num_heads=spec.sizes.heads,
-            num_kv_heads=spec.sizes.kv_heads,
-            head_dim=spec.config.head_dim,
-            backend=spec.backend,
-        ),
+        metadata=plan_attention(batch, rows, spec, tree["norm"].dtype),
         taps=Taps(capture=spec.capture, edits=spec.edits, captured=captured),
     )
     hidden = forward(tree, ctx)
@@ -83,6 +73,27 @@ def step(
     sampled = draw(logits, rows, inputs, batch.context_lens, spec)
     moved = advance(rows, inputs, sampled.ids, keep_history=looks_back(spec.features))
     return moved, StepOutput(sampled, captured)
+
+
+def plan_attention(batch: Batch, rows: Rows, spec: StepSpec, dtype: torch.dtype) -> dict[int, Tensor | None]:
+    """What the attention backend divides its work by, once for each sliding window that the layers have."""
+    return {
+        window: attention_metadata(
+            batch.context_lens,
+            batch.cu_seqlens,
+            num_tokens=batch.token_ids.shape[0],
+            num_heads=spec.sizes.heads,
+            num_kv_heads=spec.sizes.kv_heads,
+            head_dim=spec.config.head_dim,
+            block_size=spec.block_size,
+            max_blocks=rows.block_table.shape[1],
+            max_seqlen_q=batch.max_seqlen,
+            dtype=dtype,
+            backend=spec.backend,
+            window=window,
+        )
+        for window in {window or 0 for window in spec.config.sliding_window}
+    }
 
 
 def draw(

@@ -291,5 +291,5 @@ def test_fault_84_one_rank_fails_and_none_waits():
 
 
 def test_the_same_error_on_every_rank_is_shown_once():
-    assert ranks("import sys; from fnllm import cli; sys.exit(cli.main(['info', '/no/such']))") == (
-        2, "", "fnllm: there is no folder /no/such, and it is no hub id such as Qwen/Qwen3-0.6B\n")
+    code = "import sys; from fnllm import cli; sys.exit(cli.main(['generate', 'x', '--top-p', '3']))"
+    assert ranks(code) == (2, "", "fnllm: top_p must be a finite number > 0 and <= 1, found 3\n")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .architectures import (
+    ARCHITECTURES,
     COMMON_FIELDS,
     HARMLESS_FIELDS,
     ROPE_FIELDS,
@@ -87,8 +88,8 @@ class ModelConfig:
         if not isinstance(config, dict):
             raise ValueError(f"config.json must hold one JSON object, found {type(config).__name__}")
         name, arch = find_architecture(config)
-        if config.get("quantization_config"):
-            method = dict(config["quantization_config"]).get("quant_method", "unnamed")
+        if quantised := config.get("quantization_config"):
+            method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
             raise ValueError(
                 f"quantised checkpoints are not supported (quantization_config: {method}); use the unquantised weights"
             )
@@ -129,12 +130,15 @@ def _refuse_unknown(config: dict, name: str, arch: Architecture) -> None:
     known = known | {flag for flag in (arch.qkv_bias, arch.o_bias, arch.mlp_bias) if isinstance(flag, str)}
     # layer_types is checked for every architecture, so that a list this reader would not follow is never ignored.
     known = known | HARMLESS_FIELDS | {"layer_types"}
-    if arch.qkv_bias is True:
-        known = known | {"attention_bias"}  # says what the architecture has anyway
+    # Some files say in a field of their own what the architecture has anyway.
+    restated = {"use_qk_norm": arch.qk_norm, "attention_bias": arch.qkv_bias, "qkv_bias": arch.qkv_bias}
     unknown = [
         f"{field}={value!r}"
         for field, value in config.items()
-        if field not in known and not field.startswith("_") and value not in (None, False, "", [], {})
+        if field not in known
+        and not field.startswith("_")
+        and value not in (None, False, "", [], {})
+        and not (value is True and restated.get(field) is True)
     ]
     if unknown:
         raise ValueError(
@@ -193,7 +197,9 @@ def _rope_value(key: str, value: Any) -> Any:
         if not isinstance(value, bool):
             raise ValueError(f"rope truncate must be true or false, found {value!r}")
         return value
-    if not _is_number(value) or value < 0 or (value == 0 and key in ("rope_theta", "factor")):
+    # Zero stands for "not given" in these.
+    may_be_zero = key in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow")
+    if not _is_number(value) or value < 0 or (value == 0 and not may_be_zero):
         raise ValueError(f"rope {key} must be a positive number, found {value!r}")
     return int(value) if key == "original_max_position_embeddings" else float(value)
 
@@ -252,6 +258,8 @@ def _default_head_dim(config: dict, hidden: int, heads: int) -> int:
 
 
 def _check(config: ModelConfig) -> None:
+    if config.architecture not in ARCHITECTURES:
+        raise ValueError(f"architecture {config.architecture} is not supported; supported: {', '.join(ARCHITECTURES)}")
     if config.num_attention_heads % config.num_key_value_heads:
         raise ValueError(
             f"num_attention_heads={config.num_attention_heads} is no multiple of "
@@ -265,8 +273,15 @@ def _check(config: ModelConfig) -> None:
         raise ValueError(
             f"num_experts_per_tok={config.num_experts_per_tok} must lie between 1 and num_experts={config.num_experts}"
         )
+    rope = config.rope
+    if rope.rope_type == "dynamic" and config.head_dim < 4:
+        raise ValueError(f"rope scaling 'dynamic' needs head_dim of at least 4, found {config.head_dim}")
+    if rope.rope_type == "llama3" and (rope.high_freq_factor or 0) <= (rope.low_freq_factor or 0):
+        raise ValueError(
+            f"rope high_freq_factor={rope.high_freq_factor} must be above low_freq_factor={rope.low_freq_factor}"
+        )
     for name in ("short_factor", "long_factor"):
-        factors = getattr(config.rope, name)
+        factors = getattr(rope, name)
         if factors is not None and len(factors) != config.head_dim // 2:
             raise ValueError(f"rope {name} has {len(factors)} numbers; head_dim={config.head_dim} needs half as many")
 

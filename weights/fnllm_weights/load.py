@@ -1,42 +1,23 @@
 """Read safetensors straight into this rank's tree (effect: reads files, allocates on the device)."""
 
 import json
-import os
-import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from .config import ModelConfig
 from .hub import config_folder, weights_folder
 from .params import Params, as_dtype, build_tree
-from .plan import Copy, LoadPlan, TensorInfo, make_plan, parse_header
+from .plan import TensorInfo, make_plan, parse_header
+from .read import LoadReport, execute
 from .shard import Shard
 from .tokenizer import load_tokenizer
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER = 100_000_000  # bytes; the limit of the format's own reader
-
-
-class LoadReport(NamedTuple):
-    """What a load read: bytes of weights, seconds of reading, and the bytes of each checkpoint tensor."""
-
-    nbytes: int
-    seconds: float
-    tensors: dict[str, int]
-
-    @property
-    def gb_per_s(self) -> float:
-        return self.nbytes / 1e9 / max(self.seconds, 1e-9)
-
-    def __str__(self) -> str:
-        return f"{self.nbytes / 1e9:.2f} GB in {self.seconds:.2f} s ({self.gb_per_s:.1f} GB/s)"
 
 
 def load(
@@ -66,16 +47,25 @@ def load_with_report(
     size: int = 1,
 ) -> tuple[Params, LoadReport]:
     """As `load`, with the report of what was read and how fast."""
-    config = read_config(config_folder(path_or_hub_id, revision))
+    read_config(config_folder(path_or_hub_id, revision))  # refuses the model before its weights are fetched
     folder, shard = weights_folder(path_or_hub_id, revision), Shard(rank, size)
+    config = read_config(folder)
     plan = make_plan(config, read_headers(folder), shard)
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(device)
     dtype = as_dtype(dtype or (plan.dtype if device.type != "cpu" else "float32"))
     with ThreadPoolExecutor(1) as pool:
         tokenizer = pool.submit(load_tokenizer, folder)  # half a second for a large vocabulary: beside the weights
         tensors, report = execute(plan, folder, dtype, device)
         config = replace(config, dtype=plan.dtype)
         return Params(config, tokenizer.result(), build_tree(config, tensors), shard, {}), report
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and device.index is None:
+        # The current device belongs to a thread, and other threads will do the reading.
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -130,42 +120,4 @@ def _read_header(folder: Path, file: str) -> dict[str, TensorInfo]:
             header = json.loads(stream.read(length))
         except ValueError as error:
             raise ValueError(f"{path} has a broken header: {error}") from None
-    return parse_header(file, start, header, path.stat().st_size)
-
-
-def execute(
-    plan: LoadPlan, folder: Path, dtype: torch.dtype, device: torch.device
-) -> tuple[dict[tuple, Tensor], LoadReport]:
-    """Allocate the leaves and carry out the copies with parallel threads."""
-    began = time.perf_counter()
-    tensors = {leaf.path: torch.empty(leaf.shape, dtype=dtype, device=device) for leaf in plan.leaves}
-    for leaf in plan.leaves:
-        for box in leaf.padding:
-            _view(tensors[leaf.path], box).zero_()
-    handles = {file: _open(folder / file) for file in {copy.file for copy in plan.copies}}
-    read: Counter[str] = Counter()
-
-    def fill(copy: Copy) -> tuple[str, int]:
-        part = _read(handles, copy)
-        _view(tensors[copy.path], copy.dest).copy_(part)
-        return copy.tensor, part.numel() * part.element_size()
-
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        for tensor, nbytes in pool.map(fill, plan.copies):
-            read[tensor] += nbytes
-    return tensors, LoadReport(sum(read.values()), time.perf_counter() - began, dict(read))
-
-
-def _open(file: Path):
-    try:
-        return safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
-
-
-def _read(handles: dict, copy: Copy) -> Tensor:
-    return handles[copy.file].get_slice(copy.tensor)[tuple(slice(*bounds) for bounds in copy.source)]
-
-
-def _view(leaf: Tensor, box) -> Tensor:
-    return leaf[tuple(slice(*bounds) for bounds in box)]
+    return parse_header(file, header, path.stat().st_size - 8 - length)

@@ -5,7 +5,7 @@ QKV = (N + 2 K) D rows: all query heads, then all key heads, then all value head
 """
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple, TypedDict, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, get_type_hints
 
 import torch
 from jaxtyping import Float
@@ -59,10 +59,11 @@ class Params(NamedTuple):
 
 def build_tree(config: ModelConfig, tensors: Mapping[Path, Tensor]) -> ParamTree:
     """Nest tensors by their paths; a tied lm_head becomes the embedding tensor itself."""
-    layers: list[dict[str, Tensor]] = [{} for _ in range(config.num_hidden_layers)]
+    layers: list[Any] = [{} for _ in range(config.num_hidden_layers)]
     for path, tensor in tensors.items():
-        if path[0] == "layers":
-            layers[path[1]][path[2]] = tensor
+        if len(path) == 3:
+            _, index, name = path
+            layers[int(index)][name] = tensor
     embed = tensors[("embed",)]
     head = embed if config.tie_word_embeddings else tensors[("lm_head",)]
     return {"embed": embed, "layers": layers, "norm": tensors[("norm",)], "lm_head": head}
@@ -70,13 +71,12 @@ def build_tree(config: ModelConfig, tensors: Mapping[Path, Tensor]) -> ParamTree
 
 def walk(tree: ParamTree) -> Iterator[tuple[Path, Tensor]]:
     """Every (path, tensor) of a tree; a tied head comes twice."""
-    for key, value in tree.items():
-        if key == "layers":
-            for index, layer in enumerate(value):
-                for name, tensor in layer.items():
-                    yield ("layers", index, name), tensor
-        else:
-            yield (key,), value
+    parts: dict[str, Any] = {**tree}
+    for index, layer in enumerate(parts.pop("layers")):
+        for name, tensor in layer.items():
+            yield ("layers", index, name), tensor
+    for key, tensor in parts.items():
+        yield (key,), tensor
 
 
 def check_params(params: Params) -> Params:
@@ -124,7 +124,7 @@ def _check_alike(found: Mapping[Path, Tensor]) -> None:
 
 def _axes(path: Path) -> str:
     hints = get_type_hints(LayerParams if path[0] == "layers" else ParamTree)
-    return hints[path[-1]].dim_str
+    return hints[str(path[-1])].dim_str
 
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -133,6 +133,6 @@ DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float16": torch.flo
 def as_dtype(value: str | torch.dtype) -> torch.dtype:
     """float32, float16 or bfloat16 by name or as a torch.dtype; ValueError for anything else."""
     dtype = DTYPES.get(value.removeprefix("torch.")) if isinstance(value, str) else value
-    if dtype not in DTYPES.values():
+    if dtype is None or dtype not in DTYPES.values():
         raise ValueError(f"dtype={value!r} is not supported; use one of {', '.join(DTYPES)}")
     return dtype

@@ -1,8 +1,10 @@
 """The load plan: which part of which file goes where, decided and checked from the files' headers alone (pure)."""
 
-import struct
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from .config import ModelConfig
 from .shard import WHOLE, Box, Leaf, Path, Shard, leaves, path_name
@@ -21,6 +23,13 @@ class TensorInfo(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Twin(NamedTuple):
+    """Another tensor that must hold the same values: the stored head of a tied model."""
+
+    file: str
+    tensor: str
+
+
 class Copy(NamedTuple):
     """Read box `source` of `tensor` in `file` into box `dest` of the leaf at `path`."""
 
@@ -30,14 +39,14 @@ class Copy(NamedTuple):
     path: Path
     dest: Box
     nbytes: int
+    twin: Twin | None = None
 
 
 class LoadPlan(NamedTuple):
-    """Copies that tile the leaves, with each leaf's zero padding; `same` are pairs that must hold equal bytes."""
+    """Copies that tile the leaves, with each leaf's zero padding; dtype is the one the checkpoint is stored in."""
 
     leaves: tuple[Leaf, ...]
     copies: tuple[Copy, ...]
-    same: tuple[tuple[Copy, Copy], ...]
     dtype: str
 
     @property
@@ -48,27 +57,36 @@ class LoadPlan(NamedTuple):
 def make_plan(config: ModelConfig, found: Mapping[str, TensorInfo], shard: Shard = WHOLE) -> LoadPlan:
     """The plan for one rank; ValueError that names what is missing, surplus, mis-shaped or of a strange dtype."""
     table = leaves(config, shard)
-    source = dict(found)
-    if config.tie_word_embeddings and EMBED not in source and HEAD in source:
-        source[EMBED] = source[HEAD]  # a tied pair may be stored under either name
-    _check_names(config, table, source)
+    source = {name: (name, info) for name, info in found.items()}
+    if config.tie_word_embeddings and EMBED not in found and HEAD in found:
+        source[EMBED] = source.pop(HEAD)  # a tied pair may be stored under either name
+    _check_names(config, table, {name: info for name, (_, info) in source.items()})
+    check_tiling(table)
+    twin = Twin(source[HEAD][1].file, HEAD) if config.tie_word_embeddings and HEAD in source else None
     copies = []
     for leaf in table:
         for piece in leaf.pieces:
-            info = source[piece.tensor]
-            size = _volume(piece.source) * STORED[info.dtype]
-            if size:
-                name = HEAD if info is found.get(HEAD) else piece.tensor
-                copies.append(Copy(info.file, name, piece.source, leaf.path, piece.dest, size))
-    check_tiling(table)
-    same = ()
-    if config.tie_word_embeddings and EMBED in found and HEAD in found:
-        first = next((copy for copy in copies if copy.tensor == EMBED), None)
-        if first is not None:
-            info = found[HEAD]
-            same = ((first, first._replace(file=info.file, tensor=HEAD)),)
-    stored = DTYPE_NAMES[source[EMBED].dtype]
-    return LoadPlan(table, tuple(copies), same, config.dtype or stored)
+            stored, info = source[piece.tensor]
+            if size := _volume(piece.source) * STORED[info.dtype]:
+                equal = twin if piece.tensor == EMBED else None
+                copies.append(Copy(info.file, stored, piece.source, leaf.path, piece.dest, size, equal))
+    return LoadPlan(table, tuple(copies), config.dtype or DTYPE_NAMES[source[EMBED][1].dtype])
+
+
+def chunks(copy: Copy, limit: int) -> Iterator[Copy]:
+    """The copy in parts of at most `limit` bytes, cut between rows (a single row stays whole)."""
+    start, stop = copy.source[0]
+    rows = stop - start
+    step = max(1, limit * rows // copy.nbytes)
+    axis = len(copy.dest) - len(copy.source)  # stacked leaves have axes before those of the tensor
+    offset = copy.dest[axis][0] - start
+    for first in range(start, stop, step):
+        last = min(first + step, stop)
+        yield copy._replace(
+            source=((first, last), *copy.source[1:]),
+            dest=(*copy.dest[:axis], (first + offset, last + offset), *copy.dest[axis + 1 :]),
+            nbytes=copy.nbytes // rows * (last - first),
+        )
 
 
 def _check_names(config: ModelConfig, table: tuple[Leaf, ...], found: Mapping[str, TensorInfo]) -> None:
@@ -108,48 +126,45 @@ def _some(names: Iterable[str], limit: int = 5) -> str:
 
 
 def _volume(box: Box) -> int:
-    size = 1
-    for start, stop in box:
-        size *= stop - start
-    return size
+    return math.prod(stop - start for start, stop in box)
 
 
 def check_tiling(table: Iterable[Leaf]) -> None:
     """ValueError unless pieces and padding of each leaf cover it exactly once."""
+    checked = set()  # layers are alike: each geometry is checked once
     for leaf in table:
-        boxes = [piece.dest for piece in leaf.pieces if _volume(piece.dest)] + list(leaf.padding)
-        whole = tuple((0, size) for size in leaf.shape)
-        if len(boxes) == 1 and boxes[0] == whole:
+        boxes = tuple(piece.dest for piece in leaf.pieces if _volume(piece.dest)) + leaf.padding
+        if (leaf.shape, boxes) in checked:
             continue
-        # Boxes in sorted order either follow one another on the axis where they first differ, or overlap.
-        covered = sum(_volume(box) for box in boxes)
-        ordered = sorted(boxes)
-        overlap = next(((a, b) for a, b in zip(ordered, ordered[1:], strict=False) if _overlap(a, b)), None)
-        if covered != _volume(whole) or overlap or any(not _inside(box, leaf.shape) for box in boxes):
-            raise ValueError(f"{path_name(leaf.path)}: its parts do not cover {leaf.shape} exactly once ({overlap})")
+        checked.add((leaf.shape, boxes))
+        # Paint the boxes on the grid of all their edges: each cell must be painted once.
+        edges = [sorted({0, size, *(e for box in boxes for e in box[i])}) for i, size in enumerate(leaf.shape)]
+        cells = [{edge: number for number, edge in enumerate(axis)} for axis in edges]
+        painted = np.zeros([len(axis) - 1 for axis in edges], np.int64)
+        for box in boxes:
+            painted[tuple(slice(cell[a], cell[b]) for cell, (a, b) in zip(cells, box, strict=True))] += 1
+        inside = all(axis[0] == 0 and axis[-1] == size for axis, size in zip(edges, leaf.shape, strict=True))
+        if not inside or not (painted == 1).all():
+            raise ValueError(f"{path_name(leaf.path)}: its parts do not cover {leaf.shape} exactly once: {boxes}")
 
 
-def _overlap(a: Box, b: Box) -> bool:
-    return all(x[0] < y[1] and y[0] < x[1] for x, y in zip(a, b, strict=True))
-
-
-def _inside(box: Box, shape: tuple[int, ...]) -> bool:
-    return len(box) == len(shape) and all(0 <= s <= e <= n for (s, e), n in zip(box, shape, strict=True))
-
-
-def parse_header(file: str, start: bytes, header: dict, size: int) -> dict[str, TensorInfo]:
-    """Tensors of one safetensors file from its parsed header; ValueError when the file is shorter than it says."""
-    (length,) = struct.unpack("<Q", start)
+def parse_header(file: str, header: Any, data_bytes: int) -> dict[str, TensorInfo]:
+    """Tensors of one safetensors file from its parsed header; ValueError unless `data_bytes` is what they need."""
     found, end = {}, 0
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        begin, stop = entry["data_offsets"]
-        found[name] = TensorInfo(file, entry["dtype"], tuple(entry["shape"]))
-        expected = STORED.get(entry["dtype"])
-        if expected and stop - begin != expected * _volume(tuple((0, n) for n in entry["shape"])):
-            raise ValueError(f"{file}: the header gives {name} {stop - begin} bytes, its shape asks for another number")
-        end = max(end, stop)
-    if size != 8 + length + end:
-        raise ValueError(f"{file} is {size} bytes long, its header asks for {8 + length + end}: truncated or corrupt")
+    try:
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            begin, stop = entry["data_offsets"]
+            shape, dtype = tuple(entry["shape"]), entry["dtype"]
+            if dtype in STORED and stop - begin != STORED[dtype] * math.prod(shape):
+                raise ValueError(
+                    f"{file}: {name} has {stop - begin} bytes, shape {shape} in {dtype} needs another number"
+                )
+            found[name] = TensorInfo(file, dtype, shape)
+            end = max(end, stop)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} has a broken header: {error!r}") from error
+    if data_bytes != end:
+        raise ValueError(f"{file} holds {data_bytes} bytes of weights, its header names {end}: truncated or corrupt")
     return found

@@ -1,6 +1,7 @@
 """Write Params as a Hugging Face folder (effect: writes files)."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,21 @@ def save(
         )
     check_params(params)
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     stored = as_dtype(dtype) if dtype is not None else _stored_dtype(params)
     name = next(key for key, value in DTYPES.items() if value == stored)
-    _write_json(folder / "config.json", config_dict(params.config, name))
-    _write_json(folder / "generation_config.json", generation_dict(params.config))
+    config, generation = config_dict(params.config, name), generation_dict(params.config)
+    if ModelConfig.from_dict(config, generation) != replace(params.config, dtype=name):
+        raise ValueError(
+            f"no config.json of {params.config.architecture} says what this config says; "
+            "settings that the architecture fixes were changed, such as qk_norm or a window"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", generation)
+    if params.tokenizer is not None:
+        from .tokenizer import save_tokenizer  # here: parameters alone need no tokenizers library
+
+        save_tokenizer(params.tokenizer, folder)
     _save_weights(checkpoint_tensors(params), folder, stored, max_file_bytes)
 
 
@@ -76,6 +87,8 @@ def _save_weights(tensors: dict[str, Tensor], folder: Path, dtype: torch.dtype, 
         part = {name: tensors[name].detach().to("cpu", dtype, copy=True).contiguous() for name in names}
         save_file(part, folder / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(names, file))
+    # What an earlier checkpoint left in the folder would be read in place of these files.
+    (folder / ("model.safetensors.index.json" if len(groups) == 1 else "model.safetensors")).unlink(missing_ok=True)
     if len(groups) > 1:
         total = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
