@@ -79,9 +79,8 @@ def turn(params: Any, sampling: Any, history: Messages, text: str, chat_options:
     asked: Messages = (*history, {"role": "user", "content": text})
     answer: list[str] = []
     try:
-        with interruptible() as interrupt, contextlib.closing(
-            fnllm.stream(params, [list(asked)], sampling, chat=dict(chat_options), **engine_options)
-        ) as chunks:
+        chunks: Any = fnllm.stream(params, [list(asked)], sampling, chat=dict(chat_options), **engine_options)
+        with interruptible() as interrupt, contextlib.closing(chunks):
             for chunk in chunks:
                 print(chunk.text, end="", flush=True)
                 answer.append(chunk.text)

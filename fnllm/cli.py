@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any):
         super().__init__(**{"allow_abbrev": False, **options})
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:  # told here, by the command whose options they are not
             known = [name for action in self._actions for name in action.option_strings]

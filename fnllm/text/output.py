@@ -19,7 +19,7 @@ class Output(NamedTuple):
     detok: Detok | None  # None without a tokenizer: then there is no text
     stops: StopState
     min_tokens: int = 0
-    count: int = 0  # new tokens so far, counted for stop strings alone
+    seen: int = 0  # new tokens so far, counted for stop strings alone
 
     @property
     def matched(self) -> str | None:
@@ -39,7 +39,7 @@ def feed(output: Output, ids: Sequence[int]) -> tuple[Output, str, int]:
     Once a stop string is complete (`output.matched`), the ids after the one that completed it are not used, and the
     request's ids end with that one.
     """
-    detok, stops, min_tokens, count = output
+    detok, stops, min_tokens, seen = output
     if stops.matched is not None:
         return output, "", 0
     if detok is None:
@@ -49,13 +49,13 @@ def feed(output: Output, ids: Sequence[int]) -> tuple[Output, str, int]:
         return output if after is detok else Output(after, stops, min_tokens), text, len(ids)
     shown = []
     for id in ids:
-        count += 1
+        seen += 1
         detok, text = detokenize.push(detok, (id,))
-        stops, text = stop.push(stops, text, armed=count >= min_tokens)
+        stops, text = stop.push(stops, text, armed=seen >= min_tokens)
         shown.append(text)
         if stops.matched is not None:
             break
-    return Output(detok, stops, min_tokens, count), "".join(shown), count - output.count
+    return Output(detok, stops, min_tokens, seen), "".join(shown), seen - output.seen
 
 
 def finish(output: Output, stop_id: int | None = None) -> tuple[Output, str]:
@@ -67,11 +67,11 @@ def finish(output: Output, stop_id: int | None = None) -> tuple[Output, str]:
     if output.matched is not None or output.detok is None:
         return output, ""
     detok, text = output.detok, ""
-    count = output.count + (stop_id is not None)
+    seen = output.seen + (stop_id is not None)
     if stop_id is not None and output.stops.include:
         detok, text = detokenize.push(detok, (stop_id,))
     text += detokenize.flush(detok)
-    stops, shown = stop.push(output.stops, text, armed=count >= output.min_tokens)
+    stops, shown = stop.push(output.stops, text, armed=seen >= output.min_tokens)
     if stops.matched is None:
         shown += stop.flush(stops)
-    return output._replace(detok=detok, stops=stops._replace(held=""), count=count), shown
+    return output._replace(detok=detok, stops=stops._replace(held=""), seen=seen), shown
