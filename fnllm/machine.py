@@ -1,7 +1,7 @@
 """The machine that steps run on (effect): the cache pool, the rows on the device, the compiled steps, and which step
 last wrote each block. It holds no request and decides nothing; plans come from the scheduler."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -85,7 +85,7 @@ class Machine:
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
         else:
-            free, total = host_memory()
+            free = total = host_memory()  # others live there too: the share is of what is free
         width = max(self.sizes.vocab_rows, 4 * self.config.hidden_size, 2 * self.sizes.intermediate)
         return blocks_that_fit(
             free=free,
@@ -236,11 +236,10 @@ def looks_back(sampling: Sampling) -> bool:
     return penalties != (1.0, 0.0, 0.0) or sampling.logits_fn is not None
 
 
-def host_memory() -> tuple[int, int]:
-    """Free and total bytes of the host's memory; 4 GB each where the system does not say."""
+def host_memory() -> int:
+    """Free bytes of the host's memory; 4 GB where the system does not say."""
     try:
         with open("/proc/meminfo") as lines:
-            found: Mapping[str, int] = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-        return found["MemAvailable"], found["MemTotal"]
-    except (OSError, KeyError):
-        return 4 << 30, 4 << 30
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 4 << 30
