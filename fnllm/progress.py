@@ -4,7 +4,7 @@ import shutil
 import sys
 import time
 from dataclasses import dataclass, replace
-from typing import TextIO
+from typing import Any
 
 from fnllm.scheduler import Plan
 
@@ -60,7 +60,7 @@ def rate(tokens: int, seconds: float) -> str:
     return f"{value:,.0f} tok/s" if value >= 10 or value == int(value) else f"{value:.1f} tok/s"
 
 
-def is_terminal(stream: TextIO | None = None) -> bool:
+def is_terminal(stream: Any = None) -> bool:
     """Whether someone watches the stream (stderr if none is given): then a line may be redrawn on it."""
     stream = sys.stderr if stream is None else stream
     return stream is not None and getattr(stream, "isatty", lambda: False)()
@@ -72,7 +72,7 @@ class Meter:
     Draws at most ten times a second, so that it costs a running step a comparison.
     """
 
-    def __init__(self, requests: int, stream: TextIO | None = None):
+    def __init__(self, requests: int, stream: Any = None):
         self.stream = sys.stderr if stream is None else stream
         self.progress, self.left = Progress(requests=requests), requests
         self.at = self.drawn = time.monotonic()

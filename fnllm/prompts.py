@@ -48,8 +48,11 @@ def normalise(prompts: Any, tokenizer: Tokenizer | None, vocab_size: int, *, err
     return Prompts(checked, single)
 
 
-def pair_sampling(count: int, sampling: Sampling | Sequence[Sampling] | None) -> tuple[Sampling, ...]:
-    """One Sampling for each of `count` prompts: the one given, or a list that must have as many."""
+def pair_sampling(count: int, sampling: Any) -> tuple[Sampling, ...]:
+    """One Sampling for each of `count` prompts: the one given (None: the defaults), or a list that must have as many.
+
+    Raises TypeError for what is no Sampling, ValueError for a list of another length.
+    """
     if sampling is None or isinstance(sampling, Sampling):
         return (sampling or Sampling(),) * count
     if isinstance(sampling, (str, bytes, Mapping)) or not isinstance(sampling, Sequence):

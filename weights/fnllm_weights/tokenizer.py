@@ -68,14 +68,17 @@ class Tokenizer:
         """The id of a token spelled as in the vocabulary, None if there is none."""
         return self.backend.token_to_id(token)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
+    def chat(self, messages: Sequence[Any], *, tools: Sequence[Mapping[str, Any]] | None = None,
              add_generation_prompt: bool = True, enable_thinking: bool | None = None, **variables: Any) -> list[int]:
-        """The ids of a chat; the template writes every special token itself, so that none comes twice."""
+        """The ids of a chat, dicts with role and content; see `chat_text`.
+
+        The template writes every special token itself, so the tokenizer adds none and no BOS comes twice.
+        """
         text = self.chat_text(messages, tools=tools, add_generation_prompt=add_generation_prompt,
                               enable_thinking=enable_thinking, **variables)
         return self.encode(text, add_special_tokens=False)
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
+    def chat_text(self, messages: Sequence[Any], *, tools: Sequence[Mapping[str, Any]] | None = None,
                   add_generation_prompt: bool = True, enable_thinking: bool | None = None,
                   **variables: Any) -> str:
         """The chat as text.
