@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fnllm.sampler.filters import MASS_ONE, masses
 from fnllm.tensor_parallel import SINGLE, TensorParallel
+from fnllm_kernels.measure import MASS_ONE, masses
 from fnllm_kernels.order_keys import pack, packed_ids, packed_scores
 
 
