@@ -10,7 +10,6 @@ or an arbitrary part (top-p).
 The masses of top-p are integers (`masses`), so that their sums are the same in any order: over a row, tiles or ranks.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,13 +19,11 @@ from torch import Tensor
 from fnllm.sampler.features import CANDIDATES, SamplerFeatures
 from fnllm.sampler.rows import SamplerRows
 from fnllm.tensor_parallel import TensorParallel
-from fnllm_kernels.measure import masses, measure_above
-from fnllm_kernels.order_keys import from_sortable
+from fnllm_kernels.threshold import DIGIT, MINUS_INFINITY, key_to_float, masses, measure_above, reach, search_range
 
 # Smaller temperatures act like this one; it keeps the division below out of float32's denormals, which GPUs may flush.
 SMALLEST_TEMPERATURE = 1e-30
 EVERYTHING = 2**62
-MINUS_INFINITY = -0x7F800001  # order_keys.sortable of it
 
 
 class Cut(NamedTuple):
@@ -122,52 +119,50 @@ def _cut_by_search(
     tp: TensorParallel,
 ) -> Cut:
     """The cut by a search over the bits of the logits: each pass counts, or weighs, what lies above a few values."""
-    coarse = source.logits.dtype == torch.bfloat16
 
-    def above(probes: Float[Tensor, "B Q"], by_mass: bool) -> Int[Tensor, "B Q"]:
-        return tp.all_reduce(measure_above(source.logits, top, temperature, probes, by_mass, source.valid))
+    def reach_target(target: Int[Tensor, " B"], by_mass: bool) -> tuple[Float[Tensor, " B"], Int[Tensor, " B"]]:
+        if tp.size == 1:
+            return reach(source.logits, top, temperature, target, by_mass, source.valid)
+        return _reach_over_ranks(source, top, temperature, target, by_mass, tp)
 
     def mass_of(value: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
         return masses(value[:, None], top, temperature).squeeze(1).long()
 
     k = torch.where(rows.top_k > 0, rows.top_k.long(), EVERYTHING)
-    value = _lowest(lambda probes: above(probes, False), k, coarse)
-    quota = k - above(value[:, None], False).squeeze(1)
+    value, count = reach_target(k, False)
+    quota = k - count
     if not features.top_p:
         return Cut(value, quota)
+    above = measure_above(source.logits, top, temperature, value[:, None], True, source.valid)
     ties = torch.where(rows.top_k > 0, quota * mass_of(value), 0)
-    target = _target(rows.top_p, above(value[:, None], True).squeeze(1) + ties)
-    value_p = _lowest(lambda probes: above(probes, True), target, coarse)
+    target = _target(rows.top_p, tp.all_reduce(above.squeeze(1)) + ties)
+    value_p, before = reach_target(target, True)
     each = mass_of(value_p).clamp(min=1)
-    quota_p = (target - above(value_p[:, None], True).squeeze(1) + each - 1) // each
+    quota_p = (target - before + each - 1) // each
     # Both are prefixes of one order: the shorter one is what passes both.
     tied = torch.minimum(quota, quota_p)
     quota = torch.where(value > value_p, quota, torch.where(value_p > value, quota_p, tied))
     return Cut(torch.maximum(value, value_p), quota)
 
 
-def _lowest(
-    above: Callable[[Float[Tensor, "B Q"]], Int[Tensor, "B Q"]], target: Int[Tensor, " B"], coarse: bool
-) -> Float[Tensor, " B"]:
-    """The lowest float above which the measure is less than `target` (>= 1).
-
-    That is the logit at which the running measure of the falling order reaches `target`, or -inf if it never does. Found
-    digit by digit from the top of `order_keys.sortable`: 32 bits, or the upper 16 if all logits are bfloat16's.
-    """
-    # A pass reads all logits once. More bits to a digit mean fewer passes, which is what costs on a GPU, and more
-    # comparisons, which is what costs on a CPU.
-    width = 1 if target.device.type == "cpu" else 4
-    bits, unit = (16, 2**16) if coarse else (32, 1)
-    digits = torch.arange(1, 1 << width, device=target.device)
-    low = torch.full_like(target, MINUS_INFINITY // unit)
-    for shift in reversed(range(0, bits, width)):
-        probes = _from_digits(low[:, None] + (digits << shift) - 1, unit)
-        low = low + ((above(probes) >= target[:, None]).sum(-1) << shift)
-    return _from_digits(low, unit)
-
-
-def _from_digits(key: Int[Tensor, "*shape"], unit: int) -> Float[Tensor, "*shape"]:
-    """The float whose sortable key, divided by `unit`, is `key`; NaN, which no logit is above, past infinity."""
-    # bfloat16 values have 16 zero bits at the end, which the key of a negative one has turned to ones.
-    filled = key * unit + torch.where(key < 0, unit - 1, 0)
-    return from_sortable(filled.clamp(max=2**31 - 1).int())
+def _reach_over_ranks(
+    source: Source,
+    top: Float[Tensor, " B"],
+    temperature: Float[Tensor, " B"],
+    target: Int[Tensor, " B"],
+    by_mass: bool,
+    tp: TensorParallel,
+) -> tuple[Float[Tensor, " B"], Int[Tensor, " B"]]:
+    """`fnllm_kernels.threshold.reach` over all ranks' slices: the same search, the measures summed after each pass."""
+    bits, unit = search_range(source.logits.dtype)
+    digits = torch.arange(1, 1 << DIGIT, device=target.device)
+    key = torch.full_like(target, MINUS_INFINITY // unit)
+    most = torch.full_like(target, -1)
+    for shift in reversed(range(0, bits, DIGIT)):
+        probes = key_to_float(key[:, None] + (digits << shift) - 1, unit)
+        measures = tp.all_reduce(measure_above(source.logits, top, temperature, probes, by_mass, source.valid))
+        reached = measures >= target[:, None]
+        key = key + (reached.sum(-1) << shift)
+        # The key that the search ends at was a probe of some pass: of those below the target it measures most.
+        most = torch.maximum(most, torch.where(reached, -1, measures).amax(-1))
+    return key_to_float(key, unit), most
