@@ -10,9 +10,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from immutables import Map
-
 from .line import Line, push_back, push_front, remove, take_front
+from .pmap import Map
 
 Parent = int | tuple[Hashable]  # the number of an entry, or (cache_key,) above the first block
 Key = tuple[Parent, bytes]

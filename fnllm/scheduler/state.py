@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from immutables import Map
 from jaxtyping import Bool, Int32
 
 from .config import SchedulerConfig
 from .line import Line
+from .pmap import Map
 from .pool import Pool
 from .request import Sequence
 
