@@ -14,6 +14,7 @@ def check(state: SchedulerState) -> None:
     _check_places(state)
     _check_blocks(state)
     _check_prefixes(state)
+    _check_numbers(state)
     for seq_id, sequence in state.sequences.items():
         _check_sequence(state, seq_id, sequence)
 
@@ -74,6 +75,28 @@ def _check_prefixes(state: SchedulerState) -> None:
             assert any(key_of(owner, index) == key for index in announced), f"nobody will publish {key}"
 
 
+def _check_numbers(state: SchedulerState) -> None:
+    """A number stands for one content: the root and all tokens up to the end of a block."""
+    contents: dict[tuple, int] = {}  # (parent's content, tokens) -> content
+    of_number: dict[int, int] = {}
+    of_block: dict[int, int] = {}
+    for seq_id, sequence in state.sequences.items():
+        content: tuple | int = root(sequence)
+        for index, number in enumerate(sequence.numbers):
+            content = contents.setdefault((content, sequence.blocks[index]), len(contents))
+            assert of_number.setdefault(number, content) == content, f"number {number} stands for two prefixes"
+            if index < len(sequence.table):
+                of_block.setdefault(sequence.table[index], content)
+                message = f"block {sequence.table[index]} of sequence {seq_id} is in the table of another prefix"
+                assert of_block[sequence.table[index]] == content, message
+    for key, entry in state.pool.prefix.items():
+        parent = of_number.get(key[0], -1) if isinstance(key[0], int) else key[0]
+        content = contents.get((parent, key[1]))
+        if content is not None:
+            assert of_number.setdefault(entry.number, content) == content, f"{key} has the number of another prefix"
+            assert of_block.get(entry.block, content) == content, f"{key} leads to a block of another prefix"
+
+
 def _check_sequence(state: SchedulerState, seq_id: int, sequence: Sequence) -> None:
     """Counts, blocks and shared prefixes of one sequence."""
     size, rows, row, label = state.config.block_size, state.rows, sequence.row, f"sequence {seq_id}"
@@ -99,10 +122,3 @@ def _check_sequence(state: SchedulerState, seq_id: int, sequence: Sequence) -> N
         assert not sequence.numbers, f"{label} does not share and has prefix numbers"
         return
     assert len(sequence.numbers) == filled or row >= 0 and len(sequence.numbers) >= filled
-    for index in range(filled):
-        entry = state.pool.prefix.get(key_of(sequence, index))
-        assert entry is None or entry.number == sequence.numbers[index], f"{label} lost its prefix at block {index}"
-        own = state.pool.blocks[sequence.table[index]]
-        # A block carries its own tokens: the key is by the numbers of this sequence or of the same prefix elsewhere.
-        assert own.key is None or own.key[1] == sequence.blocks[index], f"{label} holds a block of other tokens"
-        assert own.key is None or (index > 0 or own.key[0] == root(sequence)), f"{label} holds a block of another root"

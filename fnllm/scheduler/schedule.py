@@ -100,12 +100,12 @@ def _issue(
     if prefill:
         others = np.array(prefill, np.int32)
         row, start, chunk = others.T
-        last = start + chunk == rows.known[row]
+        sampling = (start + chunk == rows.known[row]) & (rows.known[row] < rows.limit[row])
         tokens = np.frombuffer(b"".join(_prompt_tokens(state, *entry) for entry in prefill), np.int32)
         taken, chunks = np.concatenate([decode, row]), np.concatenate([chunks, chunk])
-        samples = np.concatenate([samples, last & (rows.known[row] < rows.limit[row])])
+        samples = np.concatenate([samples, sampling])
         decoding = rows.decoding.copy()
-        decoding[row] = last
+        decoding[row] = sampling
     starts = rows.computed[taken]
     computed, pending = rows.computed.copy(), rows.pending.copy()
     computed[taken] += chunks
