@@ -149,7 +149,6 @@ def _seat(state: SchedulerState, entrants: list[Entrant]) -> SchedulerState:
         "seq_id": [entrant.seq_id for entrant in entrants],
         "known": [known(sequence) for sequence in sequences],
         "computed": [entrant.start for entrant in entrants],
-        "pending": 0,
         "limit": [sequence.limit for sequence in sequences],
         "filled": [sequence.filled for sequence in sequences],
         "joined": state.next_step,
@@ -162,8 +161,9 @@ def _seat(state: SchedulerState, entrants: list[Entrant]) -> SchedulerState:
         tail = np.frombuffer(sequence.tail, np.int32)
         changed["tail"][row, : len(tail)] = tail
     # Stop ids only ever join while anything runs; with nothing else running the set starts anew.
-    stop_ids = rows.stop_ids if state.running > len(entrants) else rows.stop_ids[:0]
+    stop_ids = rows.stop_ids if state.running > len(entrants) else rows.stop_ids[-1:]
     wanted = np.array(sorted(set().union(*(sequence.request.stop_token_ids for sequence in sequences))), np.int32)
     if not np.isin(wanted, stop_ids).all():
         stop_ids = np.union1d(stop_ids, wanted)
-    return replace(state, rows=update_rows(rows, stop_ids=stop_ids, **changed))
+    prefilling = tuple(sorted((*state.prefilling, *columns["seq_id"])))
+    return replace(state, rows=update_rows(rows, stop_ids=stop_ids, **changed), prefilling=prefilling)

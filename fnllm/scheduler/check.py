@@ -6,7 +6,7 @@ from .config import blocks_for, length_limit, max_running
 from .line import iterate
 from .pool import NOT_READY, idle
 from .request import Sequence, key_of, known, root
-from .state import EMPTY, SchedulerState, shares
+from .state import EMPTY, SchedulerState, in_flight, shares
 
 
 def check(state: SchedulerState) -> None:
@@ -30,9 +30,26 @@ def _check_places(state: SchedulerState) -> None:
     assert set(rows) | set(line) | kept == set(state.sequences), "rows, line and kept do not make up the sequences"
     assert all(state.sequences[seq_id].row == row for seq_id, row in rows.items()), "a row is not its sequence's"
     assert all(state.sequences[seq_id].row == EMPTY for seq_id in (*line, *kept)), "a row is left behind"
+    assert list(state.prefilling) == sorted(set(state.prefilling)) and set(state.prefilling) <= set(rows)
+    _check_roster(state)
     warm = {seq_id for seq_id in line if state.sequences[seq_id].table}
     assert warm == set(state.warm), f"waiting with blocks: {warm}, noted: {set(state.warm)}"
     assert state.next_commit <= state.next_step
+
+
+def _check_roster(state: SchedulerState) -> None:
+    """The roster, if there is one, names the rows that decode in the next step and knows how long."""
+    roster, rows = state.roster, state.rows
+    if roster is None or state.next_step >= roster.until:
+        return
+    left = {
+        row: int(rows.limit[row] - rows.computed[row] - 1)
+        for row in range(len(rows.seq_id))
+        if rows.seq_id[row] != EMPTY and rows.decoding[row] and rows.computed[row] + 1 < rows.limit[row]
+    }
+    assert roster.rows.tolist() == list(left), f"the roster has rows {roster.rows} instead of {list(left)}"
+    assert roster.seq_ids.tolist() == [int(rows.seq_id[row]) for row in left]
+    assert not left or roster.until == state.next_step + min(left.values()), "the roster's end is wrong"
 
 
 def _check_blocks(state: SchedulerState) -> None:
@@ -102,12 +119,13 @@ def _check_sequence(state: SchedulerState, seq_id: int, sequence: Sequence) -> N
     size, rows, row, label = state.config.block_size, state.rows, sequence.row, f"sequence {seq_id}"
     assert all(len(block) == 4 * size for block in sequence.blocks), f"{label} has a short token block"
     if row >= 0:
-        length, computed, pending = int(rows.known[row]), int(rows.computed[row]), int(rows.pending[row])
+        length, computed, pending = int(rows.known[row]), int(rows.computed[row]), in_flight(rows, row)
         filled, limit = int(rows.filled[row]), int(rows.limit[row])
         assert 0 <= length - size * len(sequence.blocks) <= size, f"{label} has tokens in no place"
         assert limit == sequence.limit and rows.joined[row] == sequence.joined < state.next_step
-        assert computed == length + pending - 1 or not rows.decoding[row], f"{label} decodes out of step"
-        assert computed <= length and not pending or rows.decoding[row], f"{label} sampled before its prompt's end"
+        assert computed >= length - 1 if rows.decoding[row] else computed <= length, f"{label} is out of step"
+        unscheduled = not rows.decoding[row] and computed < length
+        assert unscheduled == (seq_id in state.prefilling), f"{label} has prompt tokens nobody will schedule"
     else:
         length, computed, pending, filled = known(sequence), sequence.computed, sequence.pending, sequence.filled
         assert len(sequence.tail) < 4 * size, f"{label} has an unfilled block"

@@ -47,7 +47,14 @@ def end(state: SchedulerState, reasons: Mapping[int, str]) -> SchedulerState:
             )
         else:
             del sequences[seq_id]
-    return replace(state, sequences=sequences.finish(), warm=warm.finish(), waiting=remove(state.waiting, queued))
+    counters = state.counters._replace(finished=state.counters.finished + len(reasons))
+    return replace(
+        state,
+        sequences=sequences.finish(),
+        warm=warm.finish(),
+        waiting=remove(state.waiting, queued),
+        counters=counters,
+    )
 
 
 def finish(state: SchedulerState, seq_id: int, reason: str) -> SchedulerState:

@@ -104,23 +104,26 @@ def drop(pool: Pool, table: Sequence[int]) -> Pool:
     )
 
 
-def publish(pool: Pool, filled: Iterable[tuple[Key, int, int]]) -> tuple[Pool, list[int]]:
+def publish(pool: Pool, filled: Iterable[tuple[Key, int, int, int]]) -> tuple[Pool, list[int]]:
     """Makes full blocks shareable and returns the number of each one's entry.
 
-    Each item is (key, block, number announced for it or -1). When another block already carries the same prefix, that
-    one stays and ours remains private; both continue under the same number.
+    Each item is (key, block, number announced for it or -1, sequence that filled it). When another block already
+    carries the same prefix, that one stays and ours remains private; both continue under the same number.
     """
     prefix, blocks, number, numbers = pool.prefix.mutate(), pool.blocks.mutate(), pool.next_number, []
-    for key, block, announced in filled:
-        entry = prefix.get(key)
+    for key, block, announced, owner in filled:
+        entry, held = prefix.get(key), blocks[block]
+        own = announced if entry is None else entry.number
+        if own < 0:
+            own, number = number, number + 1
         if entry is None or entry.block == NOT_READY:
-            own = entry.number if entry is not None else announced
-            if own < 0:
-                own, number = number, number + 1
-            prefix[key] = Entry(own, block, -1)
-            blocks[block] = Block(blocks[block].refs, key)
-        else:
-            own = entry.number
+            if held.key is None:
+                prefix[key] = Entry(own, block, -1)
+                blocks[block] = Block(held.refs, key)
+            # A block has one key. A shared block may have got its own from another holder, by other numbers (a prefix
+            # that was evicted and computed again has a new one); then nothing will come of what we announced.
+            elif entry is not None and entry.owner == owner:
+                del prefix[key]
         numbers.append(own)
     return replace(pool, prefix=prefix.finish(), blocks=blocks.finish(), next_number=number), numbers
 

@@ -9,7 +9,7 @@ from .config import blocks_for
 from .line import push_back, push_front, remove
 from .pool import drop, idle, take, withdraw
 from .request import Sequence, key_of, known
-from .state import EMPTY, SchedulerState, update_rows
+from .state import EMPTY, SchedulerState, in_flight, update_rows
 
 
 def find(state: SchedulerState, seq_id: int) -> Sequence:
@@ -46,16 +46,21 @@ def leave(state: SchedulerState, seq_ids: Iterable[int]) -> SchedulerState:
             numbers=sequence.numbers[:filled],
             filled=filled,
             computed=int(rows.computed[row]),
-            pending=int(rows.pending[row]),
+            pending=in_flight(rows, row),
             row=EMPTY,
         )
         seq_id[row] = EMPTY
+    if not left:
+        return state
+    sequences_now = sequences.finish()
     return replace(
         state,
-        sequences=sequences.finish(),
+        sequences=sequences_now,
         rows=update_rows(rows, seq_id=seq_id),
         pool=pool,
         running=state.running - left,
+        prefilling=tuple(number for number in state.prefilling if sequences_now[number].row != EMPTY),
+        roster=None,
     )
 
 

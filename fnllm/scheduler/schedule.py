@@ -11,16 +11,18 @@ from .config import blocks_for
 from .pool import idle, take
 from .request import slice_tokens
 from .residency import reclaim_newest
-from .state import EMPTY, Join, Plan, SchedulerState, read_only, update_rows
+from .state import EMPTY, Join, Plan, Roster, Rows, SchedulerState, read_only, update_rows
 
 NONE = read_only(np.zeros(0, np.int32))
+NEVER = 2**62
 
 
 class Work(NamedTuple):
     """What the running sequences would do in the next step, and the blocks that takes."""
 
-    decode: Int32[np.ndarray, " D"]  # rows that compute the token they sampled last
-    grow: Int32[np.ndarray, " G"]  # those of them whose token begins a block
+    roster: Roster
+    starts: Int32[np.ndarray, " D"]  # of the roster's rows
+    grow: np.ndarray  # places in the roster of those whose token begins a block
     prefill: list[tuple[int, int, int]]  # (row, start, chunk)
     blocks: int
     reserved: int  # blocks that the rest of these prompts will need
@@ -37,26 +39,28 @@ def schedule(state: SchedulerState) -> tuple[SchedulerState, Plan | None]:
     while work.blocks > idle(state.pool):
         state = reclaim_newest(state)
         work = _wanted(state)
-    state, updates = _grow_tables(state, work)
-    used = len(work.decode) + sum(chunk for _, _, chunk in work.prefill)
-    entrants: list[Entrant] = []
+    state, updates = _grow_tables(state, work) if work.blocks else (state, [])
+    prefill, entrants = work.prefill, []
     if state.waiting:
+        used = len(work.starts) + sum(chunk for _, _, chunk in prefill)
         state, entrants = admit(state, state.config.max_num_batched_tokens - used, work.reserved)
-    prefill = work.prefill + [(entrant.row, entrant.start, entrant.chunk) for entrant in entrants]
-    if not prefill and not work.decode.size:
+        prefill = prefill + [(entrant.row, entrant.start, entrant.chunk) for entrant in entrants]
+    if not prefill and not len(work.starts):
         return state, None
-    return _issue(state, work.decode, prefill, entrants, updates)
+    return _issue(state, work, prefill, entrants, updates)
 
 
 def _wanted(state: SchedulerState) -> Work:
     rows, config, size = state.rows, state.config, state.config.block_size
-    running = rows.seq_id != EMPTY
-    decode = np.flatnonzero(running & rows.decoding & (rows.known + rows.pending < rows.limit))
-    grow = decode[rows.computed[decode] % size == 0]
+    roster = state.roster
+    if roster is None or state.next_step >= roster.until:
+        roster = _make_roster(rows, state.next_step)
+    starts = rows.computed[roster.index]
+    grow = (starts % size == 0).nonzero()[0]
     blocks, reserved, prefill = len(grow), 0, []
-    waiting = np.flatnonzero(running & ~rows.decoding & (rows.computed < rows.known))
-    budget = config.max_num_batched_tokens - len(decode)
-    for row in waiting[np.argsort(rows.seq_id[waiting])].tolist():
+    budget = config.max_num_batched_tokens - len(starts)
+    for seq_id in state.prefilling:
+        row = state.sequences[seq_id].row
         start, known = int(rows.computed[row]), int(rows.known[row])
         chunk = min(known - start, budget, config.max_chunk or known)
         held, after = blocks_for(start, size), blocks_for(start + chunk, size)
@@ -65,60 +69,77 @@ def _wanted(state: SchedulerState) -> Work:
         budget -= chunk
         if chunk:
             prefill.append((row, start, chunk))
-    return Work(decode.astype(np.int32), grow, prefill, blocks, reserved)
+    return Work(roster, starts, grow, prefill, blocks, reserved)
+
+
+def _make_roster(rows: Rows, step: int) -> Roster:
+    left = rows.limit - rows.computed - 1  # tokens that may still be sampled
+    taken = ((rows.seq_id != EMPTY) & rows.decoding & (left > 0)).nonzero()[0].astype(np.int32)
+    count = len(taken)
+    contiguous = count > 0 and taken[0] == 0 and taken[-1] == count - 1
+    return Roster(
+        index=slice(0, count) if contiguous else taken,
+        rows=read_only(taken),
+        seq_ids=read_only(rows.seq_id[taken]),
+        query_lens=read_only(np.ones(count, np.int32)),
+        samples=read_only(np.ones(count, bool)),
+        until=step + int(left[taken].min()) if count else NEVER,
+    )
 
 
 def _grow_tables(state: SchedulerState, work: Work) -> tuple[SchedulerState, list[tuple[int, int, int]]]:
     """Takes the blocks that running sequences need and returns the (row, column, block) of each."""
-    if not work.blocks:
-        return state, []
-    size = state.config.block_size
+    size, ids = state.config.block_size, state.rows.seq_id
     pool, fresh = take(state.pool, work.blocks)
-    needs = [(row, 1) for row in work.grow.tolist()]
-    needs += [(row, blocks_for(start + chunk, size) - blocks_for(start, size)) for row, start, chunk in work.prefill]
+    grow = work.grow
+    needs = list(zip(work.roster.rows[grow].tolist(), work.roster.seq_ids[grow].tolist(), [1] * len(grow), strict=True))
+    for row, start, chunk in work.prefill:
+        needs.append((row, int(ids[row]), blocks_for(start + chunk, size) - blocks_for(start, size)))
     sequences, updates, used = state.sequences.mutate(), [], 0
-    ids = state.rows.seq_id
-    for row, count in needs:
+    for row, seq_id, count in needs:
         if count:
-            sequence = sequences[int(ids[row])]
-            own, used = fresh[used : used + count], used + count
-            updates.extend((row, len(sequence.table) + column, block) for column, block in enumerate(own))
-            sequences[int(ids[row])] = sequence._replace(table=(*sequence.table, *own))
+            sequence = sequences[seq_id]
+            table, own, used = sequence.table, fresh[used : used + count], used + count
+            updates += [(row, column, block) for column, block in enumerate(own, len(table))]
+            sequences[seq_id] = sequence._replace(table=(*table, *own))
     return replace(state, pool=pool, sequences=sequences.finish()), updates
 
 
 def _issue(
     state: SchedulerState,
-    decode: Int32[np.ndarray, " D"],
+    work: Work,
     prefill: list[tuple[int, int, int]],
     entrants: list[Entrant],
     updates: list[tuple[int, int, int]],
 ) -> tuple[SchedulerState, Plan]:
     """Counts the work as done and writes it down."""
-    rows = state.rows
-    taken, chunks, samples, tokens, decoding = decode, np.ones_like(decode), np.ones(len(decode), bool), NONE, None
+    rows, roster = state.rows, work.roster
+    computed = rows.computed.copy()
+    computed[roster.index] += 1
+    columns, changes = {"computed": computed}, {"roster": roster}
+    taken, seq_ids, starts, lens, samples = roster.rows, roster.seq_ids, work.starts, roster.query_lens, roster.samples
+    tokens = NONE
     if prefill:
-        others = np.array(prefill, np.int32)
-        row, start, chunk = others.T
-        sampling = (start + chunk == rows.known[row]) & (rows.known[row] < rows.limit[row])
+        row, start, chunk = np.array(prefill, np.int32).T
+        known = rows.known[row]
+        computed[row] = ends = start + chunk
+        sampling = (ends == known) & (known < rows.limit[row])
         tokens = np.frombuffer(b"".join(_prompt_tokens(state, *entry) for entry in prefill), np.int32)
-        taken, chunks = np.concatenate([decode, row]), np.concatenate([chunks, chunk])
+        taken, seq_ids = np.concatenate([taken, row]), np.concatenate([seq_ids, rows.seq_id[row]])
+        starts, lens = np.concatenate([starts, start]), np.concatenate([lens, chunk])
         samples = np.concatenate([samples, sampling])
-        decoding = rows.decoding.copy()
-        decoding[row] = sampling
-    starts = rows.computed[taken]
-    computed, pending = rows.computed.copy(), rows.pending.copy()
-    computed[taken] += chunks
-    pending[taken] += samples
-    seq_ids = rows.seq_id[taken]
-    columns = {"computed": computed, "pending": pending} | ({} if decoding is None else {"decoding": decoding})
+        columns["decoding"] = rows.decoding.copy()
+        columns["decoding"][row] = sampling
+        done = set(rows.seq_id[row[ends == known]].tolist())
+        changes["prefilling"] = tuple(seq_id for seq_id in state.prefilling if seq_id not in done)
+        changes["roster"] = None if sampling.any() else roster
     plan = Plan(
         step=state.next_step,
         rows=read_only(taken),
         seq_ids=read_only(seq_ids),
         starts=read_only(starts),
-        query_lens=read_only(chunks),
-        num_decode=len(decode),
+        query_lens=read_only(lens),
+        num_decode=len(work.starts),
         prefill_tokens=tokens,
         samples=read_only(samples),
         joins=tuple(_join(state, entrant) for entrant in entrants),
@@ -128,16 +149,11 @@ def _issue(
     counters = state.counters
     counters = counters._replace(
         prefill_tokens=counters.prefill_tokens + len(tokens),
-        decode_tokens=counters.decode_tokens + len(decode),
+        decode_tokens=counters.decode_tokens + len(work.starts),
         cached_tokens=counters.cached_tokens + sum(entrant.cached for entrant in entrants),
     )
-    return replace(
-        state,
-        rows=update_rows(rows, **columns),
-        copies=(),
-        next_step=state.next_step + 1,
-        counters=counters,
-    ), plan
+    changes |= {"rows": update_rows(rows, **columns), "copies": (), "counters": counters}
+    return replace(state, next_step=state.next_step + 1, **changes), plan
 
 
 def _prompt_tokens(state: SchedulerState, row: int, start: int, chunk: int) -> bytes:
@@ -153,4 +169,4 @@ def _join(state: SchedulerState, entrant: Entrant) -> Join:
 def _columns(entries: list[tuple[int, ...]] | tuple[tuple[int, ...], ...], width: int) -> tuple[np.ndarray, ...]:
     if not entries:
         return (NONE,) * width
-    return tuple(read_only(np.ascontiguousarray(column)) for column in np.array(entries, np.int32).T)
+    return tuple(read_only(column) for column in np.array(entries, np.int32).T.copy())
