@@ -7,9 +7,10 @@ for ever, so equal keys mean equal prefixes and no hash is trusted.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from .evolve import evolve
 from .line import Line, push_back, push_front, remove, take_front
 from .pmap import Map
 
@@ -33,7 +34,7 @@ class Block(NamedTuple):
     key: Key | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pool:
     """All blocks and the prefix map. Blocks from `fresh` on have never been used and need no entry anywhere."""
 
@@ -80,7 +81,7 @@ def hold(pool: Pool, held: Iterable[int]) -> Pool:
         if block.refs == 0:
             revived.append(number)
         blocks[number] = Block(block.refs + 1, block.key)
-    return replace(pool, blocks=blocks.finish(), cached=remove(pool.cached, revived))
+    return evolve(pool, blocks=blocks.finish(), cached=remove(pool.cached, revived))
 
 
 def drop(pool: Pool, table: Sequence[int]) -> Pool:
@@ -99,7 +100,7 @@ def drop(pool: Pool, table: Sequence[int]) -> Pool:
         else:
             del blocks[number]
             freed.append(number)
-    return replace(
+    return evolve(
         pool, blocks=blocks.finish(), cached=push_back(pool.cached, cached), free=push_front(pool.free, freed)
     )
 
@@ -125,7 +126,7 @@ def publish(pool: Pool, filled: Iterable[tuple[Key, int, int, int]]) -> tuple[Po
             elif entry is not None and entry.owner == owner:
                 del prefix[key]
         numbers.append(own)
-    return replace(pool, prefix=prefix.finish(), blocks=blocks.finish(), next_number=number), numbers
+    return evolve(pool, prefix=prefix.finish(), blocks=blocks.finish(), next_number=number), numbers
 
 
 def announce(pool: Pool, parent: Parent, tokens: Sequence[bytes], owner: int) -> tuple[Pool, tuple[int, ...]]:
@@ -141,7 +142,7 @@ def announce(pool: Pool, parent: Parent, tokens: Sequence[bytes], owner: int) ->
             prefix[(parent, block_tokens)] = entry
         parent = entry.number
         numbers.append(parent)
-    return replace(pool, prefix=prefix.finish(), next_number=number), tuple(numbers)
+    return evolve(pool, prefix=prefix.finish(), next_number=number), tuple(numbers)
 
 
 def withdraw(pool: Pool, keys: Iterable[Key], owner: int) -> Pool:
@@ -151,7 +152,7 @@ def withdraw(pool: Pool, keys: Iterable[Key], owner: int) -> Pool:
         entry = prefix.get(key)
         if entry is not None and entry.block == NOT_READY and entry.owner == owner:
             del prefix[key]
-    return replace(pool, prefix=prefix.finish())
+    return evolve(pool, prefix=prefix.finish())
 
 
 def forget(pool: Pool, lost: Iterable[int]) -> Pool:
@@ -167,7 +168,7 @@ def forget(pool: Pool, lost: Iterable[int]) -> Pool:
         else:
             del blocks[number]
             freed.append(number)
-    return replace(
+    return evolve(
         pool,
         prefix=prefix.finish(),
         blocks=blocks.finish(),

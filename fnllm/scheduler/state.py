@@ -3,13 +3,14 @@
 Axes: R rows (running slots), B entries of a plan, S block size.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int32
 
 from .config import SchedulerConfig
+from .evolve import evolve
 from .line import Line
 from .pmap import Map
 from .pool import Pool
@@ -19,7 +20,7 @@ EMPTY = -1
 NO_TOKEN = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Rows:
     """The running sequences as arrays, so that a step costs a few array operations and not one loop over sequences.
 
@@ -120,7 +121,7 @@ class Counters(NamedTuple):
     finished: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class SchedulerState:
     """Everything the scheduler knows. Any state stays valid for ever and can be continued in several ways."""
 
@@ -176,7 +177,7 @@ def update_rows(rows: Rows, **columns: np.ndarray) -> Rows:
     """Rows with other columns, closed to writing."""
     for column in columns.values():
         column.flags.writeable = False
-    return replace(rows, **columns)
+    return evolve(rows, **columns)
 
 
 def shares(state: SchedulerState, sequence: Sequence) -> bool:

@@ -1,6 +1,5 @@
 """`schedule`: which tokens of which sequences the next step computes."""
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -8,6 +7,7 @@ from jaxtyping import Int32
 
 from .admit import Entrant, admit
 from .config import blocks_for
+from .evolve import evolve
 from .pool import idle, take
 from .request import slice_tokens
 from .residency import reclaim_newest
@@ -101,8 +101,8 @@ def _grow_tables(state: SchedulerState, work: Work) -> tuple[SchedulerState, lis
             sequence = sequences[seq_id]
             table, own, used = sequence.table, fresh[used : used + count], used + count
             updates += [(row, column, block) for column, block in enumerate(own, len(table))]
-            sequences[seq_id] = sequence._replace(table=(*table, *own))
-    return replace(state, pool=pool, sequences=sequences.finish()), updates
+            sequences[seq_id] = evolve(sequence, table=(*table, *own))
+    return evolve(state, pool=pool, sequences=sequences.finish()), updates
 
 
 def _issue(
@@ -153,7 +153,7 @@ def _issue(
         cached_tokens=counters.cached_tokens + sum(entrant.cached for entrant in entrants),
     )
     changes |= {"rows": update_rows(rows, **columns), "copies": (), "counters": counters}
-    return replace(state, next_step=state.next_step + 1, **changes), plan
+    return evolve(state, next_step=state.next_step + 1, **changes), plan
 
 
 def _prompt_tokens(state: SchedulerState, row: int, start: int, chunk: int) -> bytes:

@@ -1,14 +1,14 @@
 """`commit`: the sampled tokens of a step come in; blocks it filled become shareable; sequences end."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int32, Integer
 
+from .evolve import evolve
 from .lifecycle import end
 from .pool import publish
-from .request import Sequence, cut_tokens, key_of, known
+from .request import Sequence, cut_tokens, known, root
 from .residency import store
 from .state import Events, Finished, Plan, SchedulerState, read_only, shares, update_rows
 
@@ -40,7 +40,7 @@ def commit(state: SchedulerState, plan: Plan, tokens: Integer[np.ndarray, " B"])
     length[row] = at + 1
     rows = update_rows(rows, tail=tail, known=length, **columns)
     counters = state.counters._replace(accepted_tokens=state.counters.accepted_tokens + len(new))
-    state = replace(state, rows=rows, next_commit=plan.step + 1, counters=counters, **changes)
+    state = evolve(state, rows=rows, next_commit=plan.step + 1, counters=counters, **changes)
     finished: list[Finished] = []
     entries = ending.nonzero()[0]
     if entries.size:
@@ -91,22 +91,26 @@ def _fill_blocks(
     taken, last_blocks = plan.rows[crossing], full[crossing]
     filled = state.rows.filled.copy()
     filled[taken] = last_blocks
+    first_blocks = state.rows.filled[taken].tolist()
     sequences, items, moved = state.sequences.mutate(), [], []
-    for row, seq_id, last in zip(taken.tolist(), plan.seq_ids[crossing].tolist(), last_blocks.tolist(), strict=True):
+    for row, seq_id, first, last in zip(
+        taken.tolist(), plan.seq_ids[crossing].tolist(), first_blocks, last_blocks.tolist(), strict=True
+    ):
         sequence: Sequence = sequences[seq_id]
-        if len(sequence.blocks) < last:  # the block was completed by sampled tokens: they are the row's tail
-            sequence = sequence._replace(blocks=(*sequence.blocks, state.rows.tail[row].tobytes()))
-        numbers = sequence.numbers
+        blocks, numbers, new = sequence.blocks, sequence.numbers, -1
+        if len(blocks) < last:  # the block was completed by sampled tokens: they are the row's tail
+            blocks = (*blocks, state.rows.tail[row].tobytes())
         if shares(state, sequence):
-            for index in range(int(state.rows.filled[row]), last):
-                announced = numbers[index] if index < len(numbers) else -1
-                items.append((key_of(sequence, index), sequence.table[index], announced, seq_id))
-        moved.append((seq_id, sequence, len(items) - 1 if items and len(numbers) < last else -1))
+            for index in range(first, last):
+                key = (numbers[index - 1] if index else root(sequence), blocks[index])
+                items.append((key, sequence.table[index], numbers[index] if index < len(numbers) else -1, seq_id))
+            new = len(items) - 1 if len(numbers) < last else -1
+        if new >= 0 or blocks is not sequence.blocks:
+            moved.append((seq_id, sequence, blocks, new))
     pool, given = publish(state.pool, items)
-    for seq_id, sequence, item in moved:
-        if item >= 0 and shares(state, sequence):
-            sequence = sequence._replace(numbers=(*sequence.numbers, given[item]))
-        sequences[seq_id] = sequence
+    for seq_id, sequence, blocks, new in moved:
+        numbers = (*sequence.numbers, given[new]) if new >= 0 else sequence.numbers
+        sequences[seq_id] = evolve(sequence, blocks=blocks, numbers=numbers)
     return {"sequences": sequences.finish(), "pool": pool}, {"filled": filled}
 
 
@@ -140,7 +144,7 @@ def _accept_late(
     gone: Bool[np.ndarray, " B"],
     accepted: Bool[np.ndarray, " B"],
 ) -> tuple[SchedulerState, list[Finished]]:
-    """Accepts tokens of sequences that lost their row after the plan was made and wait for them; marks those accepted."""
+    """Accepts the tokens of sequences that lost their row after the plan and wait for them; marks those accepted."""
     finished = []
     for entry in gone.nonzero()[0].tolist():
         seq_id, token = int(plan.seq_ids[entry]), int(tokens[entry])
@@ -149,10 +153,10 @@ def _accept_late(
             continue
         accepted[entry] = True
         blocks, tail = cut_tokens(sequence.tail + np.int32(token).tobytes(), state.config.block_size)
-        sequence = sequence._replace(blocks=sequence.blocks + blocks, tail=tail, pending=sequence.pending - 1)
+        sequence = evolve(sequence, blocks=sequence.blocks + blocks, tail=tail, pending=sequence.pending - 1)
         state = store(state, seq_id, sequence)
         counters = state.counters._replace(accepted_tokens=state.counters.accepted_tokens + 1)
-        state = replace(state, counters=counters)
+        state = evolve(state, counters=counters)
         ending = _ending(sequence, known(sequence), token)
         if ending is not None:
             state = end(state, {seq_id: ending[0]})
