@@ -55,8 +55,8 @@ def _check_roster(state: SchedulerState) -> None:
 def _check_blocks(state: SchedulerState) -> None:
     """free + held + cached-only = all; references = tables; no copy's target is read by another."""
     pool = state.pool
-    tables = Counter(block for sequence in state.sequences.values() for block in sequence.table)
-    for sequence in state.sequences.values():
+    tables = Counter(block for _, sequence in state.sequences.items() for block in sequence.table)
+    for _, sequence in state.sequences.items():
         assert len(set(sequence.table)) == len(sequence.table), f"a table names a block twice: {sequence.table}"
     free, cached = set(iterate(pool.free)), set(iterate(pool.cached))
     free |= set(range(pool.fresh, pool.num_blocks))
@@ -79,7 +79,7 @@ def _check_prefixes(state: SchedulerState) -> None:
     """The prefix map and the blocks agree, and what is announced will be computed by a running sequence."""
     pool = state.pool
     carried = {entry.key: block for block, entry in pool.blocks.items() if entry.key is not None}
-    assert len(carried) == sum(entry.key is not None for entry in pool.blocks.values()), "two blocks carry one prefix"
+    assert len(carried) == sum(entry.key is not None for _, entry in pool.blocks.items()), "two blocks carry one prefix"
     ready = {key: entry.block for key, entry in pool.prefix.items() if entry.block != NOT_READY}
     assert ready == carried, "the prefix map and the blocks disagree"
     for key, entry in pool.prefix.items():

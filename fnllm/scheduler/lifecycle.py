@@ -40,7 +40,8 @@ def end(state: SchedulerState, reasons: Mapping[int, str]) -> SchedulerState:
     for seq_id, reason in reasons.items():
         sequence: Sequence = sequences[seq_id]
         state = drop_blocks(state, sequence.table) if sequence.table else state
-        warm.pop(seq_id, None)
+        if seq_id in warm:
+            del warm[seq_id]
         if sequence.request.keep:
             sequences[seq_id] = evolve(
                 sequence, table=(), numbers=(), filled=0, computed=0, pending=0, held_up=None, reason=reason

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from .admit import Entrant, admit
-from .config import blocks_for
+from .config import blocks_for, max_running
 from .evolve import evolve
 from .pool import idle, take
 from .request import slice_tokens
@@ -41,7 +41,7 @@ def schedule(state: SchedulerState) -> tuple[SchedulerState, Plan | None]:
         work = _wanted(state)
     state, updates = _grow_tables(state, work) if work.blocks else (state, [])
     prefill, entrants = work.prefill, []
-    if state.waiting:
+    if state.waiting and state.running < max_running(state.config):
         used = len(work.starts) + sum(chunk for _, _, chunk in prefill)
         state, entrants = admit(state, state.config.max_num_batched_tokens - used, work.reserved)
         prefill = prefill + [(entrant.row, entrant.start, entrant.chunk) for entrant in entrants]

@@ -40,6 +40,7 @@ class Request:
                 raise ValueError(f"{name}={value} must be at least 0")
         pack_tokens(self.prompt, "prompt")
         pack_tokens(self.stop_token_ids, "stop_token_ids")
+        object.__setattr__(self, "prompt", tuple(self.prompt))
         object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
         hash(self.cache_key)
 

@@ -5,8 +5,6 @@ the slots named by the block table hold, so a stale, foreign or missing block gi
 the same from the plain list of tokens, without a cache.
 """
 
-from dataclasses import replace
-
 import numpy as np
 
 from fnllm import scheduler
@@ -133,11 +131,19 @@ class Engine:
         return seq_id
 
     def schedule(self) -> scheduler.Plan | None:
+        able = self._able_to_decode()
         self.state, plan = scheduler.schedule(self.state)
         if plan is not None:
+            still = {seq_id for seq_id in able if self.state.sequences[seq_id].row >= 0}
+            assert still <= set(plan.seq_ids[: plan.num_decode].tolist()), "a running sequence got no token"
             self.plans.append(plan)
             self.flight.append((plan, self.device.run(plan, self.weights)))
         return plan
+
+    def _able_to_decode(self) -> set[int]:
+        rows = self.state.rows
+        able = (rows.seq_id >= 0) & rows.decoding & (rows.computed + 1 < rows.limit)
+        return set(rows.seq_id[able].tolist())
 
     def commit(self) -> scheduler.Events:
         plan, tokens = self.flight.pop(0)
@@ -233,7 +239,3 @@ def run_alone(request: scheduler.Request, weights: int, vocab: int, limit: int) 
         if tokens[-1] in request.stop_token_ids and made >= request.min_tokens:
             break
     return tokens[len(request.prompt) :]
-
-
-def with_config(config: scheduler.SchedulerConfig, **changes) -> scheduler.SchedulerConfig:
-    return replace(config, **changes)
