@@ -52,8 +52,8 @@ HARMLESS_FIELDS = frozenset(
     unsloth_fixed unsloth_version router_aux_loss_coef output_router_logits router_jitter_noise
     output_attentions output_hidden_states output_scores return_dict return_dict_in_generate torchscript
     use_bfloat16 tf_legacy_loss is_decoder chunk_size_feed_forward gradient_checkpointing attn_implementation
-    use_flash_attn id2label label2id problem_type finetuning_task task_specific_params prefix pruned_heads
-    num_return_sequences max_length min_length do_sample early_stopping num_beams num_beam_groups
+    use_flash_attn max_sequence_length id2label label2id problem_type finetuning_task task_specific_params prefix
+    pruned_heads num_return_sequences max_length min_length do_sample early_stopping num_beams num_beam_groups
     diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size bad_words_ids forced_bos_token_id forced_eos_token_id remove_invalid_values
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens""".split()
