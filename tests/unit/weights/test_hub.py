@@ -80,5 +80,5 @@ def test_a_path_is_not_taken_for_an_id(path, hub):
 def test_wrong_kinds(oracle, hub):
     with pytest.raises(ValueError, match="config.json is a file; give the folder"):
         load(oracle / "qwen3-tiny/config.json")
-    with pytest.raises(TypeError, match="must be a folder or a hub id, found int"):
+    with pytest.raises(TypeError):
         load(3)
