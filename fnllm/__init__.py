@@ -1,1 +1,81 @@
-"""fnllm: an LLM inference engine made of pure functions."""
+"""fnllm: an LLM inference engine made of pure functions over parameter pytrees.
+
+Names are loaded at first use, so that `fnllm --help` and light imports do not wait for torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fnllm_weights import ModelConfig, Params, save
+
+    from fnllm.completion import Chunk, Completion
+    from fnllm.engines import Engine, engine
+    from fnllm.generation import generate, stream
+    from fnllm.layers import Layers
+    from fnllm.loading import load
+    from fnllm.model import forward
+    from fnllm.options import EngineOptions
+    from fnllm.sampling import Sampling
+    from fnllm.scoring import score
+    from fnllm.state import State, abort, add, append, finish, fork, show, tokens, truncate
+    from fnllm.taps import Edit
+    from fnllm.tensor_parallel import TensorParallel, simulate
+
+_HOMES = {
+    "fnllm_weights": ("ModelConfig", "Params", "save"),
+    "fnllm.completion": ("Chunk", "Completion"),
+    "fnllm.engines": ("Engine", "engine"),
+    "fnllm.generation": ("generate", "stream"),
+    "fnllm.layers": ("Layers",),
+    "fnllm.loading": ("load",),
+    "fnllm.model": ("forward",),
+    "fnllm.options": ("EngineOptions",),
+    "fnllm.sampling": ("Sampling",),
+    "fnllm.scoring": ("score",),
+    "fnllm.state": ("State", "abort", "add", "append", "finish", "fork", "show", "tokens", "truncate"),
+    "fnllm.taps": ("Edit",),
+    "fnllm.tensor_parallel": ("TensorParallel", "simulate"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Chunk",
+    "Completion",
+    "Edit",
+    "Engine",
+    "EngineOptions",
+    "Layers",
+    "ModelConfig",
+    "Params",
+    "Sampling",
+    "State",
+    "TensorParallel",
+    "abort",
+    "add",
+    "append",
+    "engine",
+    "finish",
+    "fork",
+    "forward",
+    "generate",
+    "load",
+    "save",
+    "score",
+    "show",
+    "simulate",
+    "stream",
+    "tokens",
+    "truncate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'fnllm' has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fnllm.rope import Rope, rope_tables
-from fnllm.sampler import SamplerRows
+from fnllm.sampler import History, SamplerRows, update_history
 
 
 class Rows(NamedTuple):
@@ -22,6 +22,7 @@ class Rows(NamedTuple):
     prompt_length: Int[Tensor, " R"]  # length-dependent rope scalings look at it
     block_table: Int[Tensor, "R M"]
     sampler: SamplerRows
+    history: History  # the tokens so far, kept for rows whose sampling looks back at them
 
 
 class StepInputs(NamedTuple):
@@ -114,10 +115,11 @@ def slot_mapping(
     return torch.where(real & (block >= 0), block * block_size + positions % block_size, -1)
 
 
-def advance(rows: Rows, inputs: StepInputs, sampled: Int[Tensor, " B"]) -> Rows:
+def advance(rows: Rows, inputs: StepInputs, sampled: Int[Tensor, " B"], *, keep_history: bool) -> Rows:
     """The rows after a step: longer by their queries, with the accepted tokens as the last ones."""
     row = inputs.row
     real = row < rows.length.shape[0] - 1
     length = rows.length.index_put((row,), torch.where(real, rows.length[row] + inputs.cu_seqlens.diff(), 0).int())
     last = torch.where(inputs.accept, sampled, rows.last_token[row])
-    return rows._replace(length=length, last_token=rows.last_token.index_put((row,), last))
+    history = update_history(rows.history, row, sampled, inputs.accept) if keep_history else rows.history
+    return rows._replace(length=length, last_token=rows.last_token.index_put((row,), last), history=history)

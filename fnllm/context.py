@@ -24,7 +24,7 @@ class Context(NamedTuple):
     batch: Batch
     cache: KVCache | None  # None: score without a cache, every sequence whole
     backend: str  # of paged attention
-    metadata: Tensor | None  # of the attention backend, made once a step
+    metadata: dict[int, Tensor | None] | None  # of the attention backend, by sliding window, made once a step
     taps: Taps
     layer: int = -1  # index of the decoder layer; -1 outside
 

@@ -80,7 +80,7 @@ def attend(
         scale=scale,
         window=window,
         backend=ctx.backend,
-        metadata=ctx.metadata,
+        metadata=None if ctx.metadata is None else ctx.metadata.get(window),
     )
 
 

@@ -9,13 +9,13 @@ from fnllm_weights import LocalSizes, ModelConfig
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fnllm.batch import Rows, StepInputs, advance, decode_batch, ragged_batch
+from fnllm.batch import Batch, Rows, StepInputs, advance, decode_batch, ragged_batch
 from fnllm.cache import KVCache
 from fnllm.context import Context
 from fnllm.layers import Layers
 from fnllm.model import forward
 from fnllm.rope import Rope
-from fnllm.sampler import Sampled, SamplerFeatures, sample
+from fnllm.sampler import Sampled, SamplerFeatures, sample, take_history, take_rows
 from fnllm.taps import Edit, Taps
 from fnllm.tensor_parallel import TensorParallel
 
@@ -63,17 +63,7 @@ def step(
         batch=batch,
         cache=cache,
         backend=spec.backend,
-        metadata=attention_metadata(
-            batch.context_lens,
-            batch.cu_seqlens,
-            max_seqlen_q=batch.max_seqlen,
-            max_blocks=rows.block_table.shape[1],
-            block_size=spec.block_size,
-            num_heads=spec.sizes.heads,
-            num_kv_heads=spec.sizes.kv_heads,
-            head_dim=spec.config.head_dim,
-            backend=spec.backend,
-        ),
+        metadata=plan_attention(batch, rows, spec, tree["norm"].dtype),
         taps=Taps(capture=spec.capture, edits=spec.edits, captured=captured),
     )
     hidden = forward(tree, ctx)
@@ -81,20 +71,47 @@ def step(
         hidden = hidden[(inputs.cu_seqlens[1:] - 1).clamp(min=0)]
     logits = spec.layers.lm_head(tree["lm_head"], hidden, ctx)
     sampled = draw(logits, rows, inputs, batch.context_lens, spec)
-    return advance(rows, inputs, sampled.ids), StepOutput(sampled, captured)
+    moved = advance(rows, inputs, sampled.ids, keep_history=looks_back(spec.features))
+    return moved, StepOutput(sampled, captured)
+
+
+def plan_attention(batch: Batch, rows: Rows, spec: StepSpec, dtype: torch.dtype) -> dict[int, Tensor | None]:
+    """What the attention backend divides its work by, once for each sliding window that the layers have."""
+    return {
+        window: attention_metadata(
+            batch.context_lens,
+            batch.cu_seqlens,
+            num_tokens=batch.token_ids.shape[0],
+            num_heads=spec.sizes.heads,
+            num_kv_heads=spec.sizes.kv_heads,
+            head_dim=spec.config.head_dim,
+            block_size=spec.block_size,
+            max_blocks=rows.block_table.shape[1],
+            max_seqlen_q=batch.max_seqlen,
+            dtype=dtype,
+            backend=spec.backend,
+            window=window,
+        )
+        for window in {window or 0 for window in spec.config.sliding_window}
+    }
 
 
 def draw(
     logits: Float[Tensor, "B V"], rows: Rows, inputs: StepInputs, positions: Int[Tensor, " B"], spec: StepSpec
 ) -> Sampled:
     """Sample each entry by its row's settings; the noise depends only on seed, position and token id."""
-    per_entry = type(rows.sampler)(*(field[inputs.row] for field in rows.sampler))
     return sample(
         logits,
-        per_entry,
+        take_rows(rows.sampler, inputs.row),
         positions,
         features=spec.features,
+        history=take_history(rows.history, inputs.row) if looks_back(spec.features) else None,
         vocab_start=spec.sizes.vocab_start,
         vocab_limit=spec.vocab_limit,
         tp=spec.tp,
     )
+
+
+def looks_back(features: SamplerFeatures) -> bool:
+    """Whether sampling needs the tokens so far."""
+    return features.penalties or bool(features.logits_fns)

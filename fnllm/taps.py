@@ -1,12 +1,16 @@
 """Named places in the forward pass where activations are captured and edited."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from fnllm_weights import ModelConfig
 from jaxtyping import Int
 from torch import Tensor
 
 from fnllm.batch import Batch
+
+LAYER_SITES = ("resid_pre", "q", "k", "v", "attn_out", "resid_mid", "mlp_out", "resid_post")
+FINAL_SITES = ("final_norm", "logits")
 
 
 class Edit(NamedTuple):
@@ -44,3 +48,14 @@ class Taps(NamedTuple):
 def no_taps() -> Taps:
     """Taps that see and change nothing."""
     return Taps()
+
+
+def check_sites(config: ModelConfig, sites: Iterable[str]) -> None:
+    """Raise ValueError for a site that this model does not have."""
+    known = {f"layers.{i}.{name}" for i in range(config.num_hidden_layers) for name in LAYER_SITES} | set(FINAL_SITES)
+    for site in sites:
+        if site not in known:
+            raise ValueError(
+                f"unknown site {site!r}; sites are layers.<0 to {config.num_hidden_layers - 1}>.<{'|'.join(LAYER_SITES)}>, "
+                f"{' and '.join(FINAL_SITES)}"
+            )

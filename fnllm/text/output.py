@@ -19,7 +19,7 @@ class Output(NamedTuple):
     detok: Detok | None  # None without a tokenizer: then there is no text
     stops: StopState
     min_tokens: int = 0
-    count: int = 0  # new tokens so far
+    count: int = 0  # new tokens so far, counted for stop strings alone
 
     @property
     def matched(self) -> str | None:
@@ -39,19 +39,23 @@ def feed(output: Output, ids: Sequence[int]) -> tuple[Output, str, int]:
     Once a stop string is complete (`output.matched`), the ids after the one that completed it are not used, and the
     request's ids end with that one.
     """
-    if output.matched is not None:
+    detok, stops, min_tokens, count = output
+    if stops.matched is not None:
         return output, "", 0
-    detok, stops, shown = output.detok, output.stops, []
-    for used, id in enumerate(ids, start=1):
-        if detok is not None:
-            detok, text = detokenize.push(detok, (id,))
-            stops, text = stop.push(stops, text, armed=output.count + used >= output.min_tokens)
-            shown.append(text)
+    if detok is None:
+        return output, "", len(ids)
+    if not stops.stops:  # the usual case, made quick: it runs for every sequence in every step
+        after, text = detokenize.push(detok, ids)
+        return output if after is detok else Output(after, stops, min_tokens), text, len(ids)
+    shown = []
+    for id in ids:
+        count += 1
+        detok, text = detokenize.push(detok, (id,))
+        stops, text = stop.push(stops, text, armed=count >= min_tokens)
+        shown.append(text)
         if stops.matched is not None:
             break
-    else:
-        used = len(ids)
-    return output._replace(detok=detok, stops=stops, count=output.count + used), "".join(shown), used
+    return Output(detok, stops, min_tokens, count), "".join(shown), count - output.count
 
 
 def finish(output: Output, stop_id: int | None = None) -> tuple[Output, str]:

@@ -29,19 +29,20 @@ def push(state: StopState, text: str, armed: bool = True) -> tuple[StopState, st
     With `armed` false (fewer tokens than min_tokens) a stop string that ends in this piece is text like any other.
     After a match nothing more is shown.
     """
-    if state.matched is not None or not text:
+    stops, include, held, matched = state
+    if matched is not None or not text:
         return state, ""
-    if not state.stops:
+    if not stops:
         return state, text
-    buffer = state.held + text
-    if armed:
-        match = _first_match(state.stops, buffer, len(state.held))
-        if match is not None:
-            begin, stop = match
-            shown = buffer[:begin + len(stop)] if state.include else buffer[:begin]
-            return state._replace(held="", matched=stop), shown
-    keep = len(buffer) - held_length(state.stops, buffer)
-    return state._replace(held=buffer[keep:]), buffer[:keep]
+    buffer = held + text
+    match = _first_match(stops, buffer, len(held)) if armed else None
+    if match is not None:
+        begin, stop = match
+        return StopState(stops, include, "", stop), buffer[:begin + len(stop) if include else begin]
+    shown = len(buffer) - held_length(stops, buffer)
+    if shown == len(buffer) and not held:
+        return state, buffer
+    return StopState(stops, include, buffer[shown:]), buffer[:shown]
 
 
 def flush(state: StopState) -> str:

@@ -4,6 +4,7 @@ Axes: T packed tokens, B sequences, N query heads, K KV heads, D head dim, P cac
 sequence. What runs is the caller's static choice (`backend`); `default_backend` says what suits a device.
 """
 
+import functools
 import importlib.util
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from . import attention_flash, attention_triton
 from .attention_reference import paged_attention_reference
 
-BACKENDS = ("reference", "triton", "fa3", "fa2")
+BACKENDS = ("reference", "triton", "triton_invariant", "fa3", "fa2")
 
 
 def paged_attention(
@@ -70,14 +71,16 @@ def attention_metadata(
 
     `num_tokens` is T of the q to come (padding included), `max_blocks` the width M of its block tables.
     """
-    if backend == "fa3":
+    if backend == "fa3" and context_lens.is_cuda:
         return attention_flash.fa3_metadata(
             context_lens, cu_seqlens_q if max_seqlen_q > 1 or num_tokens != context_lens.shape[0] else None,
             num_heads, num_kv_heads, head_dim, block_size, max_context or max_blocks * block_size, max_seqlen_q,
             dtype, window,
         )  # fmt: skip
-    if backend == "triton" and max_seqlen_q == 1:
-        return attention_triton.decode_counters(context_lens, num_kv_heads)
+    if backend == "triton" and max_seqlen_q == 1 and context_lens.is_cuda:
+        return attention_triton.triton_metadata(
+            context_lens, cu_seqlens_q, num_kv_heads, head_dim, max_context or max_blocks * block_size, dtype, window
+        )
     return None
 
 
@@ -136,6 +139,7 @@ def _paged_attention_op(
     run = {
         "reference": paged_attention_reference,
         "triton": attention_triton.paged_attention_triton,
+        "triton_invariant": functools.partial(attention_triton.paged_attention_triton, invariant=True),
         "fa3": attention_flash.paged_attention_fa3,
         "fa2": attention_flash.paged_attention_fa2,
     }[backend if q.is_cuda else "reference"]

@@ -20,7 +20,7 @@ def rms_norm(x: Float[Tensor, "T H"], weight: Float[Tensor, " H"], eps: float) -
     That order of casts is transformers' (`Qwen3RMSNorm`). Raises ValueError if weight's width is not x's.
     """
     _check(x, weight)
-    return _rms_norm_op(x, weight, eps)
+    return _rms_norm_op(x, weight, eps) if x.is_cuda else rms_norm_reference(x, weight, eps)
 
 
 def rms_norm_reference(x: Float[Tensor, "T H"], weight: Float[Tensor, " H"], eps: float) -> Float[Tensor, "T H"]:
@@ -42,7 +42,8 @@ def add_rms_norm(
             f"add_rms_norm: x is {tuple(x.shape)} {x.dtype}, residual {tuple(residual.shape)} {residual.dtype}; "
             "both must have one shape and dtype"
         )
-    return _add_rms_norm_op(x, residual, weight, eps)
+    run = _add_rms_norm_op if x.is_cuda else add_rms_norm_reference
+    return run(x, residual, weight, eps)
 
 
 def add_rms_norm_reference(

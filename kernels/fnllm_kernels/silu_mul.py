@@ -21,7 +21,7 @@ def silu_mul(gate_up: Float[Tensor, "T two_I"]) -> Float[Tensor, "T I"]:
     """
     if gate_up.dim() != 2 or gate_up.shape[1] % 2:
         raise ValueError(f"silu_mul: gate_up is {tuple(gate_up.shape)}; it must be [T, 2 * I], gate first, then up")
-    return _silu_mul_op(gate_up)
+    return _silu_mul_op(gate_up) if gate_up.is_cuda else silu_mul_reference(gate_up)
 
 
 def silu_mul_reference(gate_up: Float[Tensor, "T two_I"]) -> Float[Tensor, "T I"]:

@@ -14,6 +14,7 @@ from .params import Params, as_dtype, build_tree
 from .plan import TensorInfo, make_plan, parse_header
 from .read import LoadReport, execute
 from .shard import Shard
+from .tokenizer import load_tokenizer
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER = 100_000_000  # bytes; the limit of the format's own reader
@@ -52,13 +53,11 @@ def load_with_report(
     plan = make_plan(config, read_headers(folder), shard)
     device = _device(device)
     dtype = as_dtype(dtype or (plan.dtype if device.type != "cpu" else "float32"))
-    from .tokenizer import load_tokenizer  # here: parameters alone need no tokenizers library
-
     with ThreadPoolExecutor(1) as pool:
         tokenizer = pool.submit(load_tokenizer, folder)  # half a second for a large vocabulary: beside the weights
         tensors, report = execute(plan, folder, dtype, device)
         config = replace(config, dtype=plan.dtype)
-        return Params(config, tokenizer.result(), build_tree(config, tensors), shard), report
+        return Params(config, tokenizer.result(), build_tree(config, tensors), shard, {}), report
 
 
 def _device(device: str | torch.device | None) -> torch.device:

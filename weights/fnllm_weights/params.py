@@ -54,6 +54,7 @@ class Params(NamedTuple):
     tokenizer: "Tokenizer | None"
     tree: ParamTree
     shard: Shard = WHOLE
+    workspace: dict | None = None  # engines built for these params, so that a second generate builds nothing
 
 
 def build_tree(config: ModelConfig, tensors: Mapping[Path, Tensor]) -> ParamTree:

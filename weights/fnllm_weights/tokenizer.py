@@ -1,7 +1,6 @@
 """The checkpoint's tokenizer: text or chat to ids and back, read from the files beside the weights."""
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,9 @@ from fnllm_weights import chat_template
 
 SIDE_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json")
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Tokenizer:
     """An immutable tokenizer. `backend` is never changed after `load_tokenizer` built it."""
 
@@ -29,6 +27,9 @@ class Tokenizer:
     chat_templates: Mapping[str, str]  # name -> Jinja source; the usual one is "default"
     decoder: str  # "byte_level", "byte_fallback" or "other": what a streaming decoder must know
     side_files: Mapping[str, str]  # name -> text of the small files, kept for save
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.num_ids} ids, {self.decoder}, chat templates: {list(self.chat_templates) or 'none'})"
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text. `add_special_tokens` adds what the tokenizer's own file asks for, often a BOS.
@@ -46,11 +47,13 @@ class Tokenizer:
             encoded = [self.backend.encode(texts[0], add_special_tokens=add_special_tokens)]
         else:
             encoded = self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
-        return [self._one_bos(encoding.ids) for encoding in encoded]
+        return [self._one_bos(encoding) for encoding in encoded]
 
-    def _one_bos(self, ids: list[int]) -> list[int]:
-        doubled = self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]
-        return ids[1:] if doubled else ids
+    def _one_bos(self, encoding: tokenizers.Encoding) -> list[int]:
+        ids = encoding.ids
+        # The mask is 1 for what the tokenizer added; a BOS that the caller wrote twice stays.
+        added = bool(ids) and ids[0] == self.bos_id and encoding.special_tokens_mask[0] == 1
+        return ids[1:] if added and ids[1:2] == [self.bos_id] else ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of some ids; ids that no token has, such as an embedding's padding rows, give no text."""
@@ -201,8 +204,7 @@ def _templates(side: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, 
 def _decoder_kind(backend: tokenizers.Tokenizer) -> str:
     if backend.decoder is None:
         return "other"
-    spelled = backend.decoder.__getstate__()
-    spelled = json.loads(spelled)
+    spelled = json.loads(backend.decoder.__getstate__())
     if spelled["type"] == "ByteLevel":
         return "byte_level"
     parts = spelled.get("decoders", [spelled])

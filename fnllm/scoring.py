@@ -12,7 +12,7 @@ from fnllm.batch import Batch
 from fnllm.context import Context
 from fnllm.layers import Layers
 from fnllm.model import forward
-from fnllm.prompts import check_ids
+from fnllm.prompts import normalise
 from fnllm.rope import Rope, make_rope, rope_tables
 from fnllm.taps import Edit, Taps
 from fnllm.tensor_parallel import SINGLE, TensorParallel
@@ -37,7 +37,7 @@ def score(
     into passes of at most `max_batched_tokens` tokens (a longer one makes a pass of its own).
     Raises ValueError for an empty sequence or an id outside the vocabulary.
     """
-    ids = [check_ids(sequence, f"sequences[{i}]", params.config.vocab_size) for i, sequence in enumerate(sequences)]
+    ids = normalise(list(sequences), params.tokenizer, params.config.vocab_size).ids
     rope = make_rope(params.config, params.tree["norm"].device)
     layers = layers or Layers()
     if checkpoint:

@@ -1,0 +1,245 @@
+"""The machine that steps run on (effect): the cache pool, the rows on the device, the compiled steps, and which step
+last wrote each block. It holds no request and decides nothing; plans come from the scheduler."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from fnllm_kernels.attention import default_backend
+from fnllm_kernels.kv_store import copy_blocks
+from fnllm_weights import Params, local_sizes
+from fnllm_weights.params import walk
+
+from fnllm.batch import Rows
+from fnllm.cache import allocate, block_bytes, blocks_that_fit
+from fnllm.compiled import HostInputs, Resident, StepRunner, ladder, round_up
+from fnllm.layers import Layers
+from fnllm.options import EngineOptions, blocks_for_load
+from fnllm.rope import make_rope
+from fnllm.rows import empty_rows, send, write_joins, write_tables
+from fnllm.sampler import SamplerFeatures, features_of, rounded, rows_from_sampling, union, widen_rows
+from fnllm.sampling import Sampling
+from fnllm.scheduler import Plan
+from fnllm.state import State
+from fnllm.step import StepOutput, StepSpec
+from fnllm.taps import Edit
+from fnllm.tensor_parallel import TensorParallel
+
+CAPTURED_PREFILL = (64, 128, 256, 512, 1024, 2048)  # prefill steps up to the last of these are replayed as graphs
+CAPTURED_ENTRIES = 8  # ... when they hold at most so many sequences
+
+
+class Variant(NamedTuple):
+    """What a caller may change about the computation without touching the machine."""
+
+    layers: Layers = Layers()
+    edits: tuple[Edit, ...] = ()
+    capture: tuple[str, ...] = ()
+
+
+class Job(NamedTuple):
+    """What the device must know of a request beyond its tokens."""
+
+    sampling: Sampling
+    seed: int
+    prompt_length: int
+    tokens: tuple[int, ...] = ()  # the known tokens, for rows that look back at them
+
+
+class Machine:
+    """Fixed-address tensors and the steps compiled around them, shared by all engines on the same parameters."""
+
+    def __init__(self, params: Params, options: EngineOptions, tp: TensorParallel, report: Callable[[str], None]):
+        weight = params.tree["embed"]
+        self.config, self.options, self.tp, self.report = params.config, options, tp, report
+        self.sizes = local_sizes(params.config, params.shard)
+        self.device, self.dtype = weight.device, weight.dtype
+        self.backend = options.attention or default_backend(
+            self.device, self.dtype, params.config.head_dim, options.block_size
+        )
+        self.vocab_limit = params.config.vocab_size
+        if params.tokenizer is not None:
+            self.vocab_limit = min(self.vocab_limit, params.tokenizer.num_ids)
+        self.num_blocks = options.num_blocks or self.affordable_blocks()
+        cache = allocate(self.config, self.sizes, self.num_blocks, options.block_size, self.dtype, self.device)
+        max_blocks = -(-options.max_model_len // options.block_size)
+        rows = empty_rows(options.max_num_seqs, max_blocks, options.max_model_len, self.device)
+        self.resident = Resident(cache, rows, make_rope(params.config, self.device))
+        self.runners: dict[StepSpec, StepRunner] = {}
+        self.features: list[SamplerFeatures] = [SamplerFeatures()] * options.max_num_seqs  # of each row
+        self.batch_rows, self.batch_features = np.zeros(0, np.int32), SamplerFeatures()
+        self.entry_sizes = ladder(options.max_num_seqs)
+        # Which step wrote a block last, so that a state from before that step is not continued on its contents.
+        self.clock = 0
+        self.written = np.zeros(self.num_blocks, np.int64)
+        self.tables = np.zeros((options.max_num_seqs, max_blocks), np.int32)  # the rows' block tables, on the host
+        self.asynchronous = self.device.type == "cuda"  # a launched step runs while the host goes on
+        self.idle: State | None = None  # where the last `generate` ended, with its prefix cache
+        self.seen_leaves: list[tuple[torch.Tensor, int]] = []
+        self.params_version = 0
+
+    def affordable_blocks(self) -> int:
+        """Blocks for the pool from the memory that is free now."""
+        options = self.options
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+        else:
+            free = total = host_memory()  # others live there too: the share is of what is free
+        width = max(self.sizes.vocab_rows, 4 * self.config.hidden_size, 2 * self.sizes.intermediate)
+        return blocks_that_fit(
+            free=free,
+            total=total,
+            reserve=6 * options.max_num_batched_tokens * self.config.hidden_size * 4 + 3 * options.max_num_seqs * width * 4,
+            utilization=options.utilization,
+            per_block=block_bytes(self.config, self.sizes, options.block_size, self.dtype),
+            needed=blocks_for_load(options.max_model_len, options.max_num_seqs, options.block_size),
+        )
+
+    def version_of(self, params: Params) -> int:
+        """A number that changes whenever a weight does: another tensor, or the same one written in place."""
+        leaves = [(leaf, -1 if leaf.is_inference() else leaf._version) for _, leaf in walk(params.tree)]
+        seen = self.seen_leaves
+        if len(leaves) != len(seen) or any(a is not b or x != y for (a, x), (b, y) in zip(leaves, seen, strict=True)):
+            self.seen_leaves = leaves
+            self.params_version += 1
+        return self.params_version
+
+    def execute(self, params: Params, variant: Variant, plan: Plan, job_of: Callable[[int], Job]) -> StepOutput:
+        """Carry out one plan. The output lies in buffers that the next step writes over."""
+        self.clock += 1
+        self.apply(plan, job_of)
+        inputs, capture = self.host_inputs(plan)
+        with torch.no_grad():
+            return self.runner(variant, self.features_for(plan))(params.tree, inputs, capture=capture)
+
+    def apply(self, plan: Plan, job_of: Callable[[int], Job]) -> None:
+        """Bring cache and rows to where the plan starts: block copies, joining rows, grown block tables."""
+        source, target = plan.copies
+        if len(source):
+            at, to = (send(torch.from_numpy(x.astype(np.int64)), self.device) for x in plan.copies)
+            for k, v in zip(self.resident.cache.k, self.resident.cache.v, strict=True):
+                copy_blocks(k, v, at, to)
+            self.written[target] = self.clock
+        if plan.joins:
+            self.join(plan, [job_of(join.seq_id) for join in plan.joins])
+        row, column, block = plan.table_updates
+        if len(row):
+            write_tables(self.resident.rows, row, column, block)
+            self.tables[row, column] = block
+        self.mark_written(plan)
+
+    def join(self, plan: Plan, jobs: Sequence[Job]) -> None:
+        for join, job in zip(plan.joins, jobs, strict=True):
+            self.features[join.row] = features_of([job.sampling], eos_token_ids=self.config.eos_token_ids)
+            self.tables[join.row, : len(join.block_table)] = join.block_table
+        self.batch_rows = np.zeros(0, np.int32)  # decide the features anew
+        features = self.batch_features
+        for join in plan.joins:
+            features = union(features, self.features[join.row])
+        self.widen(features)
+        rows = self.resident.rows
+        sampler = rows_from_sampling(
+            [job.sampling for job in jobs],
+            features=features,
+            prompt_lengths=[job.prompt_length for job in jobs],
+            seeds=[job.seed for job in jobs],
+            eos_token_ids=self.config.eos_token_ids,
+        )
+        write_joins(
+            rows,
+            [join.row for join in plan.joins],
+            [join.length for join in plan.joins],
+            [job.prompt_length for job in jobs],
+            [join.block_table for join in plan.joins],
+            sampler,
+            [job.tokens if looks_back(job.sampling) else () for job in jobs],
+        )
+
+    def widen(self, features: SamplerFeatures) -> None:
+        """Make room in the rows for longer lists of stop ids and biases; graphs that hold the old rows are dropped."""
+        self.batch_features = features
+        sampler = self.resident.rows.sampler
+        if features.stops > sampler.stop_ids.shape[1] or features.bias > sampler.bias_ids.shape[1]:
+            rows = self.resident.rows._replace(sampler=widen_rows(sampler, features))
+            self.resident = self.resident._replace(rows=rows)
+            self.runners.clear()
+
+    def features_for(self, plan: Plan) -> SamplerFeatures:
+        """What the sampler must do for the rows of this plan; looked up again only when the rows change."""
+        if not np.array_equal(self.batch_rows, plan.rows):
+            features = SamplerFeatures()
+            for row in plan.rows.tolist():
+                features = union(features, self.features[row])
+            self.batch_rows = plan.rows
+            self.batch_features = features
+        return rounded(self.batch_features)
+
+    def mark_written(self, plan: Plan) -> None:
+        decode = slice(0, plan.num_decode)
+        size = self.options.block_size
+        self.written[self.tables[plan.rows[decode], plan.starts[decode] // size]] = self.clock
+        for entry in range(plan.num_decode, len(plan.rows)):
+            first, last = plan.starts[entry] // size, (plan.starts[entry] + plan.query_lens[entry] - 1) // size
+            self.written[self.tables[plan.rows[entry], first : last + 1]] = self.clock
+
+    def host_inputs(self, plan: Plan) -> tuple[HostInputs, bool]:
+        """The plan's entries as arrays padded to their bucket, and whether that bucket is replayed as a graph."""
+        entries, tokens = len(plan.rows), int(plan.query_lens.sum())
+        on_gpu = self.device.type == "cuda"
+        decode = plan.num_decode == entries
+        if decode:
+            capture, size, length = True, round_up(entries, self.entry_sizes) if on_gpu else entries, None
+        else:
+            capture = tokens <= CAPTURED_PREFILL[-1] and entries <= CAPTURED_ENTRIES
+            size = CAPTURED_ENTRIES if capture else self.entry_sizes[-1] + 1
+            length = round_up(tokens, CAPTURED_PREFILL) if capture else -(-tokens // 64) * 64
+            if not on_gpu:
+                size, length = entries, tokens
+        row = np.full(size, self.options.max_num_seqs, np.int64)
+        row[:entries] = plan.rows
+        accept = np.zeros(size, bool)
+        accept[:entries] = plan.samples
+        cu_seqlens = np.empty(size + 1, np.int32)
+        if decode:
+            cu_seqlens[:] = np.arange(size + 1)
+            return HostInputs(row, accept, cu_seqlens, None), capture
+        cu_seqlens[0] = 0
+        np.cumsum(plan.query_lens, out=cu_seqlens[1 : entries + 1])
+        cu_seqlens[entries + 1 :] = tokens
+        token_ids = np.zeros(length, np.int64)
+        token_ids[: plan.num_decode] = -1  # the row's last token
+        token_ids[plan.num_decode : tokens] = plan.prefill_tokens
+        return HostInputs(row, accept, cu_seqlens, token_ids), capture
+
+    def runner(self, variant: Variant, features: SamplerFeatures) -> StepRunner:
+        spec = StepSpec(
+            config=self.config,
+            sizes=self.sizes,
+            layers=variant.layers,
+            tp=self.tp,
+            backend=self.backend,
+            block_size=self.options.block_size,
+            vocab_limit=self.vocab_limit,
+            features=features,
+            capture=variant.capture,
+            edits=variant.edits,
+        )
+        if spec not in self.runners:
+            self.runners[spec] = StepRunner(spec, self.resident, self.options.compile, self.report)
+        return self.runners[spec]
+
+
+def looks_back(sampling: Sampling) -> bool:
+    """Whether a request's sampling depends on the tokens before."""
+    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    return penalties != (1.0, 0.0, 0.0) or sampling.logits_fn is not None
+
+
+def host_memory() -> int:
+    """Free bytes of the host's memory; 4 GB where the system does not say."""
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 4 << 30

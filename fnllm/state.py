@@ -1,0 +1,62 @@
+"""The engine's state as a value, and the pure functions that edit it between steps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fnllm import scheduler
+from fnllm.scheduler import Request, SchedulerState
+
+
+@dataclass(frozen=True)
+class State:
+    """All requests of an engine and where their cache blocks lie; any state may be kept and continued later.
+
+    `clock` says up to which step of the machine the cache holds what this state expects of it.
+    """
+
+    scheduler: SchedulerState
+    clock: int = 0
+
+
+def add(state: State, request: Request) -> tuple[State, int]:
+    """Queue a request; returns its sequence's id. Raises ValueError if it can never fit."""
+    return _with_id(state, scheduler.add(state.scheduler, request))
+
+
+def fork(state: State, seq_id: int) -> tuple[State, int]:
+    """A second sequence with the same tokens, sharing full blocks; returns its id."""
+    return _with_id(state, scheduler.fork(state.scheduler, seq_id))
+
+
+def append(state: State, seq_id: int, tokens: Sequence[int]) -> State:
+    """Put tokens behind a sequence, as if it had drawn them."""
+    return replace(state, scheduler=scheduler.append(state.scheduler, seq_id, tokens))
+
+
+def truncate(state: State, seq_id: int, length: int) -> State:
+    """Cut a sequence back to its first `length` tokens."""
+    return replace(state, scheduler=scheduler.truncate(state.scheduler, seq_id, length))
+
+
+def finish(state: State, seq_id: int, reason: str) -> State:
+    """End a sequence; a kept one stays addressable."""
+    return replace(state, scheduler=scheduler.finish(state.scheduler, seq_id, reason))
+
+
+def abort(state: State, seq_id: int) -> State:
+    """Drop a sequence and everything known of it."""
+    return replace(state, scheduler=scheduler.abort(state.scheduler, seq_id))
+
+
+def tokens(state: State, seq_id: int) -> tuple[int, ...]:
+    """The known tokens of a sequence, prompt and output."""
+    return scheduler.tokens(state.scheduler, seq_id)
+
+
+def show(state: State) -> str:
+    """Block tables, and who shares what, for a person to read."""
+    return scheduler.show(state.scheduler)
+
+
+def _with_id(state: State, result: tuple[SchedulerState, int]) -> tuple[State, int]:
+    return replace(state, scheduler=result[0]), result[1]

@@ -1,0 +1,136 @@
+"""What the loop remembers of each running request, and how a step's results become chunks and completions."""
+
+from dataclasses import dataclass, field
+
+import torch
+from fnllm_weights import Params
+from torch import Tensor
+
+from fnllm.completion import Chunk, Completion, Timings, TokenLogprob
+from fnllm.engines import StepEvents
+from fnllm.sampling import Sampling
+from fnllm.state import State, abort, finish, tokens
+from fnllm.text import output as text_output
+
+
+@dataclass
+class Track:
+    """One running request. Seen and changed by the loop of one `generate` or `stream` call alone."""
+
+    index: int  # of its prompt
+    sample: int
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    text: text_output.Output
+    began: float  # seconds of the host's clock, as the next two
+    live: bool  # its text is needed while it runs
+    scheduled: float | None = None
+    first_token: float | None = None
+    fed: int = 0  # new tokens that have become text
+    shown: list[str] = field(default_factory=list)
+    cached: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    captured: dict[str, list[Tensor]] = field(default_factory=dict)
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+
+def track(params: Params, index: int, sample: int, prompt: tuple[int, ...], sampling: Sampling, live: bool, now: float) -> Track:
+    """The track of a request that was just added."""
+    text = text_output.begin(params.tokenizer, sampling)
+    return Track(index, sample, prompt, sampling, text, now, live or bool(sampling.stop))
+
+
+def absorb(state: State, step: StepEvents, tracks: dict[int, Track], now: float) -> tuple[State, list[Chunk]]:
+    """Take a step's results into the tracks.
+
+    Returns the state without the requests that ended, and the chunks to show; ended requests leave `tracks`.
+    """
+    keep_outputs(step, tracks)
+    events, chunks = step.events, []
+    for seq_id, cached in events.cached:
+        if seq_id in tracks:
+            tracks[seq_id].cached, tracks[seq_id].scheduled = cached, now
+    ended = {end.seq_id: (end.reason, end.stop_id) for end in events.finished if end.seq_id in tracks}
+    for seq_id, token in zip(events.seq_ids.tolist(), events.tokens.tolist(), strict=True):
+        one = tracks.get(seq_id)
+        if one is None:
+            continue
+        one.first_token = one.first_token or now
+        if one.live and seq_id not in ended:
+            text = feed(one, (token,))
+            chunks.append(Chunk(index=one.index, sample=one.sample, text=text, token_ids=(token,)))
+            if one.text.matched is not None:
+                state = finish(state, seq_id, "stop")
+                ended[seq_id] = ("stop", None)
+    for seq_id, (reason, stop_id) in ended.items():
+        chunks.append(close(tracks.pop(seq_id), tokens(state, seq_id), reason, stop_id, now))
+        state = abort(state, seq_id)
+    return state, chunks
+
+
+def feed(one: Track, ids: tuple[int, ...]) -> str:
+    """Turn new tokens into text; returns what may be shown of it."""
+    one.text, text, used = text_output.feed(one.text, ids)
+    one.fed += used
+    one.shown.append(text)
+    return text
+
+
+def close(one: Track, known: tuple[int, ...], reason: str, stop_id: int | None, now: float) -> Chunk:
+    """The last chunk of a request, with its completion. `known` are its tokens, prompt first."""
+    new = known[len(one.prompt) :]
+    already = one.fed
+    text = feed(one, new[already : len(new) - (stop_id is not None)])
+    ended_by = one.text.matched
+    if ended_by is None:
+        one.text, rest = text_output.finish(one.text, stop_id)
+        one.shown.append(rest)
+        text, one.fed = text + rest, len(new)
+        ended_by = one.text.matched
+    completion = Completion(
+        text="".join(one.shown),
+        token_ids=new[: one.fed],
+        finish_reason=reason if ended_by is None else "stop",
+        stop_reason=ended_by or stop_id,
+        logprobs=None if one.sampling.logprobs is None else tuple(one.logprobs[: one.fed]),
+        prompt_logprobs=one.prompt_logprobs,
+        prompt_tokens=len(one.prompt),
+        cached_tokens=one.cached,
+        timings=Timings(
+            queued=(one.scheduled or now) - one.began,
+            first_token=None if one.first_token is None else one.first_token - one.began,
+            total=now - one.began,
+        ),
+        captured={site: torch.cat(parts)[: len(one.prompt) + one.fed] for site, parts in one.captured.items()},
+    )
+    return Chunk(
+        index=one.index, sample=one.sample, text=text, token_ids=new[already : one.fed], completion=completion
+    )
+
+
+def keep_outputs(step: StepEvents, tracks: dict[int, Track]) -> None:
+    """Keep the log-probabilities and captured activations of the requests that asked for them."""
+    results, plan = step.results, step.plan
+    if results.logprob is None and not results.captured:
+        return
+    ends = plan.query_lens.cumsum().tolist()
+    for entry, seq_id in enumerate(plan.seq_ids.tolist()):
+        one = tracks.get(seq_id)
+        if one is None:
+            continue
+        if one.sampling.logprobs is not None and plan.samples[entry]:
+            one.logprobs.append(token_logprob(step, entry, one.sampling.logprobs))
+        for site, x in results.captured.items():
+            rows = x[ends[entry] - int(plan.query_lens[entry]) : ends[entry]]
+            one.captured.setdefault(site, []).append(rows if site != "logits" else x[entry : entry + 1])
+
+
+def token_logprob(step: StepEvents, entry: int, count: int) -> TokenLogprob:
+    """The log-probability of the token that an entry drew, and of the `count` most likely ones."""
+    results = step.results
+    assert results.logprob is not None
+    top: tuple[tuple[int, float], ...] = ()
+    if count:
+        assert results.top_ids is not None and results.top_logprobs is not None
+        top = tuple(zip(results.top_ids[entry, :count].tolist(), results.top_logprobs[entry, :count].tolist(), strict=True))
+    return TokenLogprob(int(results.ids[entry]), float(results.logprob[entry]), top)
