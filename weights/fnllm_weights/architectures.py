@@ -14,15 +14,18 @@ class Architecture(NamedTuple):
     # Which layers have the sliding window: "none"; "all" of them; "switched": all, if use_sliding_window;
     # "layers": those that layer_types (or max_window_layers) names, if use_sliding_window.
     window: str
+    max_positions: int  # where max_position_embeddings is missing
     sparse: bool = False
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "Qwen3ForCausalLM": Architecture("qwen3", True, "attention_bias", "attention_bias", False, "layers"),
-    "Qwen2ForCausalLM": Architecture("qwen2", False, True, False, False, "layers"),
-    "LlamaForCausalLM": Architecture("llama", False, "attention_bias", "attention_bias", "mlp_bias", "none"),
-    "MistralForCausalLM": Architecture("mistral", False, False, False, False, "all"),
-    "Qwen3MoeForCausalLM": Architecture("qwen3_moe", True, "attention_bias", "attention_bias", False, "switched", True),
+    "Qwen3ForCausalLM": Architecture("qwen3", True, "attention_bias", "attention_bias", False, "layers", 32768),
+    "Qwen2ForCausalLM": Architecture("qwen2", False, True, False, False, "layers", 32768),
+    "LlamaForCausalLM": Architecture("llama", False, "attention_bias", "attention_bias", "mlp_bias", "none", 2048),
+    "MistralForCausalLM": Architecture("mistral", False, False, False, False, "all", 131072),
+    "Qwen3MoeForCausalLM": Architecture(
+        "qwen3_moe", True, "attention_bias", "attention_bias", False, "switched", 32768, sparse=True
+    ),
 }
 
 # Fields that ModelConfig reads for every architecture.
@@ -94,7 +97,7 @@ def find_architecture(config: dict) -> tuple[str, Architecture]:
             raise ValueError(
                 f"config.json names no architecture (model_type={config.get('model_type')!r}); {supported}"
             )
-    if not isinstance(named, list | tuple) or len(named) != 1 or named[0] not in ARCHITECTURES:
+    if not isinstance(named, list | tuple) or len(named) != 1 or str(named[0]) not in ARCHITECTURES:
         found = ", ".join(map(str, named)) if isinstance(named, list | tuple) else repr(named)
         raise ValueError(f"architecture {found} is not supported; {supported}")
     return named[0], ARCHITECTURES[named[0]]

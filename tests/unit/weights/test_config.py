@@ -167,6 +167,8 @@ def test_missing_fields_mean_what_transformers_takes():
     assert ModelConfig.from_dict(without_kv).num_key_value_heads == 6
     assert read({}, "MistralForCausalLM").sliding_window == (4096,) * 4  # missing is not null
     assert read({"sliding_window": None}, "MistralForCausalLM").sliding_window == (None,) * 4
+    without_kv["max_position_embeddings"] = None
+    assert ModelConfig.from_dict({**without_kv, "rms_norm_eps": None}).max_position_embeddings == 2048
     del without_kv["architectures"]
     assert ModelConfig.from_dict({**without_kv, "model_type": "qwen2"}).architecture == "Qwen2ForCausalLM"
 
@@ -177,6 +179,9 @@ def test_fault_44_eos_ids_of_both_files_are_united():
     assert config.bos_token_id == 1
     assert read({"eos_token_id": None}).eos_token_ids == ()
     assert read({"eos_token_id": -1}).eos_token_ids == ()
+    assert read({"eos_token_id": [30, 31]}).eos_token_ids == (30,)  # 31 lies beyond the vocabulary
+    with pytest.raises(ValueError, match="generation_config.json must hold one JSON object, found list"):
+        read({}, generation=[1])
 
 
 def test_sampling_defaults_are_kept():
@@ -255,6 +260,7 @@ def test_fault_64_a_quantised_checkpoint_is_refused_in_one_sentence():
         {"architectures": [], "model_type": "gpt2"},
         {"architectures": ["Qwen3ForCausalLM", "Other"]},
         {"architectures": "Qwen3ForCausalLM"},
+        {"architectures": [["Qwen3ForCausalLM"]]},
     ],
 )
 def test_fault_65_an_unsupported_architecture_is_the_first_thing_said(fields):
@@ -275,6 +281,8 @@ def test_fault_65_an_unsupported_architecture_is_the_first_thing_said(fields):
         ({"hidden_act": "gelu"}, "LlamaForCausalLM", "hidden_act='gelu' is not supported"),
         ({"layer_types": ["sliding_attention"] * 4}, "Qwen3ForCausalLM", "does not agree with sliding_window=None"),
         ({"layer_types": ["full_attention"]}, "Qwen3ForCausalLM", "for each of 4 layers"),
+        ({"layer_types": "full_attention"}, "Qwen3ForCausalLM", "for each of 4 layers"),
+        ({"mlp_only_layers": 3}, "Qwen3MoeForCausalLM", "mlp_only_layers must be a list"),
         ({"layer_types": ["chunked_attention"] * 4}, "Qwen3ForCausalLM", "full_attention, sliding_attention"),
         ({"sliding_window": 5, "layer_types": ["full_attention"] * 4}, "MistralForCausalLM", "does not agree"),
         ({"num_hidden_layers": 0}, "Qwen3ForCausalLM", "num_hidden_layers must be a whole number of at least 1"),
