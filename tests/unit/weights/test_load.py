@@ -6,12 +6,15 @@ from collections import Counter
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fnllm_weights import ModelConfig, Params, Shard, check_params, load, load_with_report
+from fnllm_weights import ModelConfig, Params, Shard, check_params, load, load_with_report, make_plan
 from fnllm_weights import init as random_tree
 from fnllm_weights import read as reading
 from fnllm_weights import save as save_params
+from fnllm_weights.load import read_config, read_headers
+from fnllm_weights.plan import chunks
 
 FOLDERS = """llama-tiny mistral-tiny qwen2-tiny qwen2-window qwen3-bias qwen3-moe-mixed qwen3-odd
 qwen3-untied-sharded""".split()
@@ -228,6 +231,43 @@ def test_staging_copies_bits_of_any_view():
         assert staged.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
     large = torch.zeros(17)
     assert reading.stage(large, buffer) is large
+
+
+class Stand:
+    """Stands in for a CUDA stream, event or context: everything is done at once."""
+
+    def __init__(self, *args):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return False
+
+    def synchronize(self):
+        pass
+
+    wait_event = record = __init__
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_way_through_pinned_buffers(oracle, monkeypatch, dtype):
+    """Chunks, turns of the two buffers and conversion, with a stand-in for the device."""
+    for name in ("Stream", "Event", "device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, Stand)
+    plain_empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **kw: plain_empty(*shape, **kw))
+    monkeypatch.setattr(reading, "CHUNK", 200)
+    folder = oracle / "qwen3-moe-mixed"
+    plan = make_plan(read_config(folder), read_headers(folder), Shard(1, 3))
+    expected, report = reading.execute(plan, folder, dtype, torch.device("cpu"))
+    handles = {file: safe_open(folder / file, "pt") for file in {copy.file for copy in plan.copies}}
+    tensors = {path: torch.full_like(tensor, 0) for path, tensor in expected.items()}
+    work = [part for copy in plan.copies for part in chunks(copy, 200)]
+    read = reading._fill_gpu(work, handles, tensors, torch.device("cpu"), Stand())
+    assert all(torch.equal(tensors[path], expected[path]) for path in expected)
+    assert dict(read) == report.tensors
 
 
 def test_the_report_reads_well(oracle):
