@@ -74,8 +74,7 @@ def attention_metadata(
     if backend == "fa3" and context_lens.is_cuda:
         return attention_flash.fa3_metadata(
             context_lens, cu_seqlens_q if max_seqlen_q > 1 or num_tokens != context_lens.shape[0] else None,
-            num_heads, num_kv_heads, head_dim, block_size, max_context or max_blocks * block_size, max_seqlen_q,
-            dtype, window,
+            num_heads, num_kv_heads, head_dim, block_size, max_blocks, max_seqlen_q, dtype, window,
         )  # fmt: skip
     if backend == "triton" and max_seqlen_q == 1 and context_lens.is_cuda:
         return attention_triton.triton_metadata(

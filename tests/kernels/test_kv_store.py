@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from fnllm_kernels.kv_store import copy_blocks, store_kv
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from fnllm_kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm
 
 

@@ -3,6 +3,7 @@
 import kernel_cases as cases
 import pytest
 import torch
+
 from fnllm_kernels.qk_norm_rope_store import qk_norm_rope_store
 
 SHAPES = [(4, 2, 8), (9, 3, 24), (3, 1, 10), (2, 2, 2)]

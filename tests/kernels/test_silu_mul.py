@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from fnllm_kernels.silu_mul import silu_mul
 
 
