@@ -96,11 +96,14 @@ class ModelConfig:
         _refuse_unknown(config, name, arch)
         hidden, heads = _int(config, "hidden_size"), _int(config, "num_attention_heads")
         layers = _int(config, "num_hidden_layers")
-        max_positions = _int(config, "max_position_embeddings", 2048)
+        max_positions = _int(config, "max_position_embeddings", arch.max_positions)
         generation = generation_config or {}
+        if not isinstance(generation, dict):
+            raise ValueError(f"generation_config.json must hold one JSON object, found {type(generation).__name__}")
+        vocab_size = _int(config, "vocab_size")
         return ModelConfig(
             architecture=name,
-            vocab_size=_int(config, "vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=hidden,
             intermediate_size=_int(config, "intermediate_size"),
             num_hidden_layers=layers,
@@ -118,7 +121,8 @@ class ModelConfig:
             qk_norm=arch.qk_norm,
             sliding_window=_windows(config, arch, layers),
             bos_token_id=_first_id(config, generation, "bos_token_id"),
-            eos_token_ids=_all_ids(config, generation, "eos_token_id"),
+            # An id beyond the vocabulary can never be produced, and whoever masks it would write out of bounds.
+            eos_token_ids=tuple(i for i in _all_ids(config, generation, "eos_token_id") if i < vocab_size),
             dtype=_dtype(config),
             generation_defaults=_generation_defaults(generation),
             **(_experts(config, layers) if arch.sparse else {}),
@@ -165,7 +169,7 @@ def _rope(config: dict, max_positions: int) -> RopeConfig:
             if given.setdefault(key, value) != value:
                 raise ValueError(f"config.json gives two values for {key}: {given[key]!r} and {place}{key}={value!r}")
     kind = given.pop("rope_type", "default")
-    if kind not in ROPE_FIELDS:
+    if str(kind) not in ROPE_FIELDS:
         raise ValueError(f"rope_type={kind!r} is not supported; supported: {', '.join(ROPE_FIELDS)}")
     if given.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("partial_rotary_factor other than 1.0 is not supported: the whole head is rotated")
@@ -213,7 +217,11 @@ def _windows(config: dict, arch: Architecture, layers: int) -> tuple[int | None,
     else:
         uses = [True] * layers
     if (types := config.get("layer_types")) is not None:
-        if len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}:
+        if (
+            not isinstance(types, list | tuple)
+            or len(types) != layers
+            or not set(types) <= {"full_attention", "sliding_attention"}
+        ):
             raise ValueError(
                 f"layer_types must have one of full_attention, sliding_attention for each of {layers} layers, "
                 f"found {types!r}"
@@ -242,6 +250,8 @@ def _experts(config: dict, layers: int) -> dict[str, Any]:
     experts = _int(config, "num_experts", config.get("num_local_experts", 128))
     step = _int(config, "decoder_sparse_step", 1)
     dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list | tuple):
+        raise ValueError(f"mlp_only_layers must be a list of layer numbers, found {dense!r}")
     return {
         "num_experts": experts,
         "num_experts_per_tok": _int(config, "num_experts_per_tok", 8),
@@ -312,7 +322,8 @@ def _int(config: dict, field: str, default: int | None = None, low: int = 1) -> 
 
 
 def _float(config: dict, field: str, default: float) -> float:
-    value = config.get(field, default)
+    value = config.get(field)
+    value = default if value is None else value
     if not _is_number(value) or value <= 0:
         raise ValueError(f"{field} must be a positive number, found {value!r}")
     return float(value)

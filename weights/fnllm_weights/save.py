@@ -111,8 +111,8 @@ def config_dict(config: ModelConfig, dtype: str) -> dict[str, Any]:
     found["eos_token_id"] = _ids(config)
     if rope.rope_type != "default":
         fields = {name: value for name, value in vars(rope).items() if value is not None and name != "rope_theta"}
-        if rope.rope_type != "yarn":
-            fields.pop("truncate")
+        if rope.truncate:
+            del fields["truncate"]  # true is what a reader takes anyway
         found["rope_scaling"] = {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
     for flag, value in ((arch.qkv_bias, config.qkv_bias), (arch.mlp_bias, config.mlp_bias)):
         if isinstance(flag, str):
