@@ -3,7 +3,15 @@
 from fnllm.sampler.features import SamplerFeatures, features_of, rounded, union
 from fnllm.sampler.history import History, empty_history, take_history, token_counts, update_history
 from fnllm.sampler.logprobs import log_normaliser, masked_logits, token_logprobs, top_tokens
-from fnllm.sampler.rows import SamplerRows, child_seed, default_rows, put_rows, rows_from_sampling, take_rows, widen_rows
+from fnllm.sampler.rows import (
+    SamplerRows,
+    child_seed,
+    default_rows,
+    put_rows,
+    rows_from_sampling,
+    take_rows,
+    widen_rows,
+)
 from fnllm.sampler.sample import Sampled, draw, sample, sample_gathered
 from fnllm_kernels.noise import gumbel_noise
 

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fnllm.sampler.features import SamplerFeatures
-from fnllm.sampler.filters import keep_mask
+from fnllm.sampler.filters import Source, keep_mask
 from fnllm.sampler.history import History, penalise, token_counts
 from fnllm.sampler.logprobs import log_normaliser, logits_at, masked_logits, top_tokens
 from fnllm.sampler.rows import SamplerRows
@@ -39,9 +39,9 @@ def sample(
 ) -> Sampled:
     """Draw one id per row from this rank's slice of the logits, [vocab_start, vocab_start + V), and the other ranks'.
 
-    `rows` and `history` hold B rows; `positions` are those of the drawn tokens in their sequences; ids from `vocab_limit`
-    on are never drawn. In order: logits_fn, penalties, bias, min_tokens, temperature, top-k, top-p, min-p. Temperature 0
-    takes the largest logit, the lowest id on ties, whatever the filters.
+    `rows` and `history` hold B rows; `positions` are those of the drawn tokens in their sequences; ids from
+    `vocab_limit` on are never drawn. In order: logits_fn, penalties, bias, min_tokens, temperature, top-k, top-p,
+    min-p. Temperature 0 takes the largest logit, the lowest id on ties, whatever the filters.
 
     Ranks exchange one integer per row, and for filters and log-probabilities a few more, never logits; only `logits_fn`
     gathers them, since it sees the first `vocab_size` (default: vocab_limit) columns of the whole vocabulary.
@@ -67,8 +67,10 @@ def sample(
     if adjusted is not raw:
         # Nothing above may bring back what must not be drawn, or leave a NaN.
         adjusted = masked_logits(adjusted, vocab_start, vocab_limit)
-    coarse = adjusted is raw and logits.dtype == torch.bfloat16
-    ids = draw(adjusted, rows, positions, features=features, vocab_start=vocab_start, tp=tp, coarse=coarse)
+    source = None
+    if adjusted is raw and logits.dtype == torch.bfloat16:
+        source = Source(logits, min(max(vocab_limit - vocab_start, 0), logits.shape[1]))
+    ids = draw(adjusted, rows, positions, features=features, vocab_start=vocab_start, tp=tp, source=source)
     if features.logprobs is None:
         return Sampled(ids)
     normaliser = log_normaliser(raw, tp=tp)
@@ -87,13 +89,13 @@ def draw(
     features: SamplerFeatures,
     vocab_start: int = 0,
     tp: TensorParallel = SINGLE,
-    coarse: bool = False,
+    source: Source | None = None,
 ) -> Int[Tensor, " B"]:
-    """Temperature, filters and the draw, for float32 logits without NaN. `coarse`: they are values of bfloat16."""
+    """Temperature, filters and the draw, for float32 logits without NaN; `source` as in `keep_mask`."""
     ids = vocab_start + torch.arange(logits.shape[1], device=logits.device)
     score = logits
     if features.top_k or features.top_p or features.min_p:
-        keep = keep_mask(logits, rows, features=features, tp=tp, coarse=coarse)
+        keep = keep_mask(logits, rows, features=features, tp=tp, source=source)
         score = torch.where(keep, logits, -torch.inf)
     if features.noise:
         # logits + T * noise has the argmax of logits / T + noise, needs no division and is exact at T = 0.
