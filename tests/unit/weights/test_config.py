@@ -180,8 +180,6 @@ def test_fault_44_eos_ids_of_both_files_are_united():
     assert read({"eos_token_id": None}).eos_token_ids == ()
     assert read({"eos_token_id": -1}).eos_token_ids == ()
     assert read({"eos_token_id": [30, 31]}).eos_token_ids == (30,)  # 31 lies beyond the vocabulary
-    with pytest.raises(ValueError, match="generation_config.json must hold one JSON object, found list"):
-        read({}, generation=[1])
 
 
 def test_sampling_defaults_are_kept():

@@ -186,6 +186,9 @@ def test_broken_json_is_named(edited, no_allocation):
         (folder / file).write_text("{")
         with pytest.raises(ValueError, match=f"{file} is not valid JSON"):
             load(folder)
+        (folder / file).write_text("[1]")
+        with pytest.raises(ValueError, match=f"{file} must hold one JSON object, found list"):
+            load(folder)
 
 
 @pytest.mark.parametrize(
