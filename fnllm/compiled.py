@@ -24,6 +24,7 @@ class Bucket(NamedTuple):
 
     entries: int
     tokens: int | None
+    captured: int | None = None  # tokens whose activations leave the step
 
 
 class HostInputs(NamedTuple):
@@ -33,6 +34,7 @@ class HostInputs(NamedTuple):
     accept: np.ndarray
     cu_seqlens: np.ndarray
     token_ids: np.ndarray | None
+    captured: np.ndarray | None = None
 
 
 def ladder(largest: int, smallest: int = 1) -> tuple[int, ...]:
@@ -107,7 +109,7 @@ class StepRunner:
 
     def __call__(self, tree: dict, host: HostInputs, *, capture: bool) -> StepOutput:
         """Run one step. With `capture` its bucket is replayed as a CUDA graph; its outputs last until the next step."""
-        bucket = Bucket(len(host.row), None if host.token_ids is None else len(host.token_ids))
+        bucket = Bucket(len(host.row), *(None if x is None else len(x) for x in (host.token_ids, host.captured)))
         if not capture or self.mode not in ("graphs", "reduce-overhead"):
             inputs = StepInputs(*(None if x is None else self.upload(x) for x in host))
             return self.function(bucket)(tree, self.resident, inputs)
@@ -174,6 +176,7 @@ def padding_like(host: HostInputs, rows: Rows) -> HostInputs:
         accept=np.zeros_like(host.accept),
         cu_seqlens=host.cu_seqlens if host.token_ids is None else np.zeros_like(host.cu_seqlens),
         token_ids=None if host.token_ids is None else np.zeros_like(host.token_ids),
+        captured=None if host.captured is None else np.zeros_like(host.captured),
     )
 
 

@@ -31,4 +31,4 @@ class Context(NamedTuple):
     def tap(self, name: str, x: Tensor) -> Tensor:
         """Let taps see, and edit, an activation: `name` is the last part of a site such as `layers.3.resid_mid`."""
         site = name if self.layer < 0 else f"layers.{self.layer}.{name}"
-        return self.taps(site, x, self.batch)
+        return self.taps(site, x, self)

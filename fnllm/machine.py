@@ -13,17 +13,20 @@ from fnllm_weights.params import walk
 
 from fnllm.batch import Rows
 from fnllm.cache import allocate, block_bytes, blocks_that_fit
+from fnllm.capture import NOTHING, Capture
 from fnllm.compiled import HostInputs, Resident, StepRunner, ladder, round_up
+from fnllm.edits import Channel, Edit
 from fnllm.layers import Layers
+from fnllm.numerics import exchanges_for, layers_for
 from fnllm.options import EngineOptions, blocks_for_load
 from fnllm.rope import make_rope
-from fnllm.rows import empty_rows, send, write_joins, write_tables
+from fnllm.rows import empty_choices, empty_rows, send, write_choices, write_joins, write_tables
 from fnllm.sampler import SamplerFeatures, features_of, rounded, rows_from_sampling, union, widen_rows
 from fnllm.sampling import Sampling
 from fnllm.scheduler import Plan
 from fnllm.state import State
 from fnllm.step import StepOutput, StepSpec
-from fnllm.taps import Edit
+from fnllm.taps import Choice
 from fnllm.tensor_parallel import TensorParallel
 
 CAPTURED_PREFILL = (64, 128, 256, 512, 1024, 2048)  # prefill steps up to the last of these are replayed as graphs
@@ -34,8 +37,8 @@ class Variant(NamedTuple):
     """What a caller may change about the computation without touching the machine."""
 
     layers: Layers = Layers()
-    edits: tuple[Edit, ...] = ()
-    capture: tuple[str, ...] = ()
+    edits: tuple[Channel, ...] = ()  # which its requests may use
+    capture: tuple[str, ...] = ()  # sites, of which its requests may ask
 
 
 class Job(NamedTuple):
@@ -45,6 +48,8 @@ class Job(NamedTuple):
     seed: int
     prompt_length: int
     tokens: tuple[int, ...] = ()  # the known tokens, for rows that look back at them
+    edits: tuple[Edit, ...] = ()
+    capture: Capture = NOTHING
 
 
 class Machine:
@@ -67,6 +72,7 @@ class Machine:
         rows = empty_rows(options.max_num_seqs, max_blocks, options.max_model_len, self.device)
         self.resident = Resident(cache, rows, make_rope(params.config, self.device))
         self.runners: dict[StepSpec, StepRunner] = {}
+        self.choices: dict[tuple[Channel, ...], tuple[Choice, ...]] = {(): ()}  # of each row, for each set of channels
         self.features: list[SamplerFeatures] = [SamplerFeatures()] * options.max_num_seqs  # of each row
         self.batch_rows, self.batch_features = np.zeros(0, np.int32), SamplerFeatures()
         self.entry_sizes = ladder(options.max_num_seqs)
@@ -96,6 +102,16 @@ class Machine:
             needed=blocks_for_load(options.max_model_len, options.max_num_seqs, options.block_size),
         )
 
+    def reserve_for_captures(self, needed: int) -> None:
+        """Say how many bytes captured activations will take; ValueError when the device has not that much free."""
+        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else host_memory()
+        if needed > free:
+            raise ValueError(
+                f"capture would take up to {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free on {self.device}; ask for "
+                "fewer sites, positions or new tokens, or give a Capture per prompt"
+            )
+        self.report(f"captured activations take at most {needed / 1e6:.1f} MB on {self.device}")
+
     def version_of(self, params: Params) -> int:
         """A number that changes whenever a weight does: another tensor, or the same one written in place."""
         leaves = [(leaf, -1 if leaf.is_inference() else leaf._version) for _, leaf in walk(params.tree)]
@@ -105,15 +121,24 @@ class Machine:
             self.params_version += 1
         return self.params_version
 
-    def execute(self, params: Params, variant: Variant, plan: Plan, job_of: Callable[[int], Job]) -> StepOutput:
-        """Carry out one plan. The output lies in buffers that the next step writes over."""
+    def execute(
+        self, params: Params, variant: Variant, plan: Plan, job_of: Callable[[int], Job], captured: np.ndarray
+    ) -> StepOutput:
+        """Carry out one plan; `captured` are the tokens of its batch whose activations are asked for.
+
+        The output lies in buffers that the next step writes over.
+        """
         self.clock += 1
-        self.apply(plan, job_of)
+        self.apply(plan, job_of, variant.edits)
         inputs, capture = self.host_inputs(plan)
+        if len(captured):
+            inputs = inputs._replace(captured=pad_to_power(captured))
+        else:
+            variant = variant._replace(capture=())
         with torch.no_grad():
             return self.runner(variant, self.features_for(plan))(params.tree, inputs, capture=capture)
 
-    def apply(self, plan: Plan, job_of: Callable[[int], Job]) -> None:
+    def apply(self, plan: Plan, job_of: Callable[[int], Job], channels: tuple[Channel, ...]) -> None:
         """Bring cache and rows to where the plan starts: block copies, joining rows, grown block tables."""
         source, target = plan.copies
         if len(source):
@@ -122,7 +147,9 @@ class Machine:
                 copy_blocks(k, v, at, to)
             self.written[target] = self.clock
         if plan.joins:
-            self.join(plan, [job_of(join.seq_id) for join in plan.joins])
+            jobs = [job_of(join.seq_id) for join in plan.joins]
+            self.join(plan, jobs)
+            write_choices(self.choices_of(channels), channels, [join.row for join in plan.joins], [job.edits for job in jobs])
         row, column, block = plan.table_updates
         if len(row):
             write_tables(self.resident.rows, row, column, block)
@@ -155,6 +182,12 @@ class Machine:
             sampler,
             [job.tokens if looks_back(job.sampling) else () for job in jobs],
         )
+
+    def choices_of(self, channels: tuple[Channel, ...]) -> tuple[Choice, ...]:
+        """The rows' choices among these channels."""
+        if channels not in self.choices:
+            self.choices[channels] = empty_choices(channels, self.options.max_num_seqs + 1, self.device)
+        return self.choices[channels]
 
     def widen(self, features: SamplerFeatures) -> None:
         """Make room in the rows for longer lists of stop ids and biases; graphs that hold the old rows are dropped."""
@@ -216,8 +249,8 @@ class Machine:
         spec = StepSpec(
             config=self.config,
             sizes=self.sizes,
-            layers=variant.layers,
-            tp=self.tp,
+            layers=layers_for(variant.layers, self.options.numerics),
+            tp=exchanges_for(self.tp, self.options.numerics),
             backend=self.backend,
             block_size=self.options.block_size,
             vocab_limit=self.vocab_limit,
@@ -226,8 +259,16 @@ class Machine:
             edits=variant.edits,
         )
         if spec not in self.runners:
-            self.runners[spec] = StepRunner(spec, self.resident, self.options.compile, self.report)
+            rows = self.resident.rows._replace(edits=self.choices_of(variant.edits))
+            self.runners[spec] = StepRunner(spec, self.resident._replace(rows=rows), self.options.compile, self.report)
         return self.runners[spec]
+
+
+def pad_to_power(tokens: np.ndarray) -> np.ndarray:
+    """Token numbers padded with 0 to a power of two of at least 8, so that few sizes are compiled."""
+    padded = np.zeros(max(8, 1 << (len(tokens) - 1).bit_length()), np.int64)
+    padded[: len(tokens)] = tokens
+    return padded
 
 
 def looks_back(sampling: Sampling) -> bool:
