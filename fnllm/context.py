@@ -24,6 +24,7 @@ class Context(NamedTuple):
     batch: Batch
     cache: KVCache | None  # None: score without a cache, every sequence whole
     backend: str  # of paged attention
+    max_context: int  # no sequence of the batch has more keys; 0: as many as the block tables hold
     metadata: dict[int, Tensor | None] | None  # of the attention backend, by sliding window, made once a step
     taps: Taps
     layer: int = -1  # index of the decoder layer; -1 outside

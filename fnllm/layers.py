@@ -132,6 +132,7 @@ def attend_cached(q: Float[Tensor, "T N D"], ctx: Context) -> Float[Tensor, "T N
         window=window,
         backend=ctx.backend,
         metadata=None if ctx.metadata is None else ctx.metadata.get(window),
+        max_context=ctx.max_context,
     )
 
 

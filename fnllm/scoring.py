@@ -201,6 +201,7 @@ def context(
         batch=batch,
         cache=None,
         backend=BACKEND,
+        max_context=0,
         metadata=None,
         taps=taps,
     )
