@@ -12,7 +12,7 @@ from fnllm.sampler.rows import (
     take_rows,
     widen_rows,
 )
-from fnllm.sampler.sample import Sampled, draw, sample, sample_gathered
+from fnllm.sampler.sample import Sampled, draw, needs_logits, sample, sample_from_hidden, sample_gathered
 from fnllm_kernels.noise import gumbel_noise
 
 __all__ = [
@@ -28,10 +28,12 @@ __all__ = [
     "gumbel_noise",
     "log_normaliser",
     "masked_logits",
+    "needs_logits",
     "put_rows",
     "rounded",
     "rows_from_sampling",
     "sample",
+    "sample_from_hidden",
     "sample_gathered",
     "take_history",
     "take_rows",

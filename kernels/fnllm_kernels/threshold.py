@@ -34,7 +34,7 @@ def masses(
 
 
 def search_range(dtype: torch.dtype) -> tuple[int, int]:
-    """(bits, unit): bfloat16 values differ only in the upper 16 bits of their keys, so a unit of 2**16 tells them apart."""
+    """(bits, unit) of a search: bfloat16 values differ only in the upper 16 bits of their keys, in units of 2**16."""
     return (16, 2**16) if dtype == torch.bfloat16 else (32, 1)
 
 
@@ -129,7 +129,7 @@ def launch_measure_above(
 def launch_reach(
     logits: Tensor, top: Tensor, temperature: Tensor, target: Tensor, by_mass: bool, valid: int
 ) -> tuple[Tensor, Tensor]:
-    """The Triton form: one launch a digit, each finding its probes from the measures of those before, and one to end."""
+    """The Triton form: a launch for each digit, which finds its probes from the measures before it, and one to end."""
     bits, unit = search_range(logits.dtype)
     rows, passes, tile = logits.shape[0], bits // DIGIT, _tile(logits.shape[0])
     measures = torch.zeros(passes, rows, PROBES + 1, dtype=torch.int64, device=logits.device)
@@ -181,18 +181,17 @@ if triton is not None:
 
     @triton.jit
     def _replay(target, measures, row, rows, done, BITS: tl.constexpr, LOWEST: tl.constexpr, DIGIT: tl.constexpr):
-        """The key that `done` passes lead to, and the largest measure below the target among their probes."""
-        wanted = tl.load(target + row)
-        slots = tl.arange(0, 1 << DIGIT)
-        key = tl.full((), LOWEST, tl.int64)
-        most = tl.full((), -1, tl.int64)
-        for i in range(done):
-            # The last slot is no probe; it stays at zero, which is below every target and above no other measure.
-            measure = tl.load(measures + (i * rows + row) * (1 << DIGIT) + slots)
-            reached = measure >= wanted
-            key += tl.sum(reached.to(tl.int64), 0) << (BITS - DIGIT * (i + 1))
-            most = tl.maximum(most, tl.max(tl.where(reached, -1, measure), 0))
-        return key, most
+        """The key that the first `done` passes lead to, and the largest measure below the target among their probes."""
+        passes = tl.arange(0, BITS // DIGIT)[:, None]
+        slots = tl.arange(0, 1 << DIGIT)[None, :]
+        place = measures + (passes * rows + row) * (1 << DIGIT) + slots
+        # Measures of this pass are being added to meanwhile: they must not be read. Zero is below every target and, like
+        # the last slot, which is no probe, above no other measure.
+        measure = tl.load(place, mask=(passes < done) & (slots >= 0), other=0)
+        reached = measure >= tl.load(target + row)
+        digits = tl.sum(reached.to(tl.int64), 1)
+        key = LOWEST + tl.sum(digits << (BITS - DIGIT * (1 + tl.arange(0, BITS // DIGIT))).to(tl.int64), 0)
+        return key, tl.max(tl.max(tl.where(reached, -1, measure), 1), 0)
 
     @triton.jit
     def _key_to_float(key, UNIT: tl.constexpr):
@@ -211,8 +210,8 @@ if triton is not None:
         measure = _measures(x, inside, top, temperature, row, BY_MASS, MASS_ONE)
         shift = BITS - DIGIT * (done + 1)
         out = measures + (done * rows + row) * (1 << DIGIT)
-        for i in range((1 << DIGIT) - 1):
-            step = tl.full((), 1, tl.int64) << shift
+        step = tl.full((), 1, tl.int64) << shift
+        for i in tl.static_range((1 << DIGIT) - 1):
             probe = _key_to_float(key + step * (i + 1) - 1, UNIT)
             tl.atomic_add(out + i, tl.sum(tl.where(x > probe, measure, 0), 0).to(tl.int64))
 
