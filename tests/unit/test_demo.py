@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from fnllm.score import score
+from fnllm.scoring import score
 from fnllm_weights import ModelConfig, check_params, load, local_sizes
 
 ROOT = Path(__file__).parents[2]
