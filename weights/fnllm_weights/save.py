@@ -86,6 +86,8 @@ def _save_weights(tensors: dict[str, Tensor], folder: Path, dtype: torch.dtype, 
         # Clones: the format refuses views that share memory.
         part = {name: tensors[name].detach().to("cpu", dtype, copy=True).contiguous() for name in names}
         save_file(part, folder / file, metadata={"format": "pt"})
+        # safetensors lets the owner alone read what it writes: give it the mode of the files beside it.
+        (folder / file).chmod((folder / "config.json").stat().st_mode & 0o777)
         weight_map.update(dict.fromkeys(names, file))
     # What an earlier checkpoint left in the folder would be read in place of these files.
     (folder / ("model.safetensors.index.json" if len(groups) == 1 else "model.safetensors")).unlink(missing_ok=True)
