@@ -9,6 +9,7 @@ import numpy as np
 from fnllm_weights import Params
 
 from fnllm import scheduler
+from fnllm.distributed import world
 from fnllm.layers import Layers
 from fnllm.machine import Job, Machine, Variant, looks_back
 from fnllm.options import EngineOptions, resolve
@@ -18,7 +19,6 @@ from fnllm.sampling import Sampling
 from fnllm.scheduler import Events, Plan, Request, SchedulerConfig
 from fnllm.state import State
 from fnllm.taps import Edit, check_sites
-from fnllm.distributed import world
 from fnllm.tensor_parallel import TensorParallel
 
 
@@ -103,7 +103,8 @@ class Engine:
 
     def collect(self, state: State, flight: Flight) -> tuple[State, StepEvents]:
         """Wait for a launched step and take its tokens into the state."""
-        ids = flight.results.wait()[: len(flight.plan.rows)].astype(np.int32)
+        with self.machine.watch:
+            ids = flight.results.wait()[: len(flight.plan.rows)].astype(np.int32)
         committed, events = scheduler.commit(state.scheduler, flight.plan, ids)
         return replace(state, scheduler=committed), StepEvents(events, flight.plan, flight.results)
 
@@ -146,8 +147,12 @@ def engine(
     key = (wanted, tp)
     if key not in workspace:
         resolved = resolve(wanted, params.config, params.tree["embed"].device.type == "cuda")
-        workspace[key] = Machine(params, resolved, tp, report or say)
+        workspace[key] = Machine(params, resolved, tp, report or (say if tp.rank == 0 else quiet))
     return Engine(params, workspace[key], variant)
+
+
+def quiet(line: str) -> None:
+    """Say nothing: another rank builds the same and tells of it."""
 
 
 def say(line: str) -> None:

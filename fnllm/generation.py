@@ -1,6 +1,5 @@
 """`generate` and `stream`: prompts in, completions out, a short loop over the engine's step."""
 
-import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from fnllm_weights import Params
 
 from fnllm.completion import Chunk, Completion, failed
+from fnllm.distributed import agree
 from fnllm.engines import Flight, engine
 from fnllm.layers import Layers
 from fnllm.progress import Meter, is_terminal
@@ -36,7 +36,8 @@ def generate(
 
     `sampling` is one for all or a list with one each; with `n` > 1 a prompt's samples follow one another in the result.
     `layers` swaps layer functions, `edits` change activations, `capture` returns them; `seed` makes the whole call
-    repeatable (requests with a seed of their own always are). `chat` are options of the chat template. With
+    repeatable (requests with a seed of their own always are). Under torchrun every rank makes the same call and gets the
+    same completions; calls that differ are refused on all of them. `chat` are options of the chat template. With
     errors="return" a refused request's completion carries its error and the others run. `options` are those of
     `EngineOptions`. Raises TypeError or ValueError that names the argument, before anything runs.
     """
@@ -82,10 +83,21 @@ def serve(
     options: Mapping[str, Any],
 ) -> Iterator[Chunk]:
     """The loop behind `generate` and `stream`."""
+    seed = agree(
+        params,
+        seed,
+        prompts=prompts,
+        sampling=sampling,
+        layers=layers,
+        edits=edits,
+        capture=capture,
+        chat=chat,
+        errors=errors,
+        options=options,
+    )
     found = normalise(prompts, params.tokenizer, params.config.vocab_size, errors=errors, chat=chat)
     settings = pair_sampling(len(found.ids), sampling)
     worker = engine(params, layers=layers, edits=edits, capture=capture, **options)
-    seed = secrets.randbits(63) if seed is None else seed
     machine = worker.machine
     state = machine.idle or worker.init()
     machine.idle = None  # until this call has ended well
@@ -104,7 +116,8 @@ def serve(
                 raise
             refused.append(Chunk(index=index, completion=failed(error)))
     yield from refused
-    meter = Meter(len(tracks)) if progress or (progress is None and is_terminal()) else None
+    shown = params.shard.rank == 0 and (is_terminal() if progress is None else progress)
+    meter = Meter(len(tracks)) if shown else None
     flight: Flight | None = None
     try:
         while tracks or flight is not None:

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from fnllm.batch import Batch
 from fnllm.context import Context
+from fnllm.distributed import world
 from fnllm.layers import Layers
 from fnllm.model import forward
 from fnllm.prompts import normalise
@@ -28,7 +29,7 @@ def score(
     edits: tuple[Edit, ...] = (),
     checkpoint: bool = False,
     max_batched_tokens: int = 16384,
-    tp: TensorParallel = SINGLE,
+    tp: TensorParallel | None = None,
 ) -> list[Float[Tensor, " len_minus_1"]]:
     """Log-probability of each token after the first, given those before it, for each sequence of token ids.
 
@@ -47,7 +48,7 @@ def score(
         flat = torch.tensor([t for i in group for t in ids[i]], device=params.tree["norm"].device)
         lengths = [len(ids[i]) for i in group]
         batch = packed_batch(flat, lengths, rope)
-        logprobs = packed_logprobs(params.tree, context(params, batch, layers, edits, tp))
+        logprobs = packed_logprobs(params.tree, context(params, batch, layers, edits, tp or world(params.shard)))
         results += [part[1:] for part in logprobs.split(lengths)]
     return results
 
