@@ -165,7 +165,8 @@ class StepRunner:
                 run(tree, self.resident, inputs)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        # In another mode the thread in which NCCL looks after earlier collectives would end the capture.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             output = run(tree, self.resident, inputs)
         name = f"decode of {bucket.entries}" if bucket.tokens is None else f"prefill of {bucket.tokens} tokens"
         self.report(f"captured {name} in {time.perf_counter() - began:.1f} s")

@@ -15,6 +15,7 @@ from fnllm.batch import Rows
 from fnllm.cache import allocate, block_bytes, blocks_that_fit
 from fnllm.capture import NOTHING, Capture
 from fnllm.compiled import HostInputs, Resident, StepRunner, ladder, round_up
+from fnllm.distributed import least
 from fnllm.edits import Channel, Edit
 from fnllm.layers import Layers
 from fnllm.numerics import exchanges_for, layers_for
@@ -28,6 +29,7 @@ from fnllm.state import State
 from fnllm.step import StepOutput, StepSpec
 from fnllm.taps import Choice
 from fnllm.tensor_parallel import TensorParallel
+from fnllm.watch import watch
 
 CAPTURED_PREFILL = (64, 128, 256, 512, 1024, 2048)  # prefill steps up to the last of these are replayed as graphs
 CAPTURED_ENTRIES = 8  # ... when they hold at most so many sequences
@@ -65,7 +67,8 @@ class Machine:
         self.vocab_limit = params.config.vocab_size
         if params.tokenizer is not None:
             self.vocab_limit = min(self.vocab_limit, params.tokenizer.num_ids)
-        self.num_blocks = options.num_blocks or self.affordable_blocks()
+        # One plan serves all ranks, so the pool is as large as the rank with the least room can make it.
+        self.num_blocks = options.num_blocks or least(tp, self.device, self.affordable_blocks)
         cache = allocate(self.config, self.sizes, self.num_blocks, options.block_size, self.dtype, self.device)
         max_blocks = -(-options.max_model_len // options.block_size)
         rows = empty_rows(options.max_num_seqs, max_blocks, options.max_model_len, self.device)
@@ -80,6 +83,7 @@ class Machine:
         self.clock = 0
         self.written = np.zeros(self.num_blocks, np.int64)
         self.tables = np.zeros((options.max_num_seqs, max_blocks), np.int32)  # the rows' block tables, on the host
+        self.watch = watch(tp, self.device)
         self.asynchronous = self.device.type == "cuda"  # a launched step runs while the host goes on
         self.idle: State | None = None  # where the last `generate` ended, with its prefix cache
         self.seen_leaves: list[tuple[torch.Tensor, int]] = []
