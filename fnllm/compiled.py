@@ -17,6 +17,7 @@ from fnllm.step import StepOutput, StepSpec, step
 
 # eager; eager in CUDA graphs (no compile time); compiled; compiled in CUDA graphs
 COMPILE_MODES = ("none", "graphs", "inductor", "reduce-overhead")
+TRACED_MODES = ("inductor", "reduce-overhead")
 
 
 class Bucket(NamedTuple):
@@ -132,7 +133,7 @@ class StepRunner:
                 longest = 1 if inputs.token_ids is None else inputs.token_ids.shape[0]
                 return advance_in_place(tree, resident, inputs, spec=self.spec, max_seqlen=longest, max_context=bucket.max_context)
 
-            if self.mode in ("inductor", "reduce-overhead"):
+            if self.mode in TRACED_MODES:
                 # a code object of its own, since torch.compile counts recompilations by it
                 own = types.FunctionType(run.__code__.replace(), run.__globals__, "step", None, run.__closure__)
                 run = torch.compile(own, fullgraph=True, dynamic=None)
