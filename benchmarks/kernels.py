@@ -166,7 +166,7 @@ def small_cases() -> Iterator[Case]:
 
     def decode_division(batch: int):
         lengths, cu = torch.full((batch,), 1000, device="cuda").int(), torch.arange(batch + 1, device="cuda").int()
-        return lambda: triton_metadata(lengths, cu, KV_HEADS, HEAD_DIM, 40960, torch.bfloat16, 0)
+        return lambda: triton_metadata(lengths, cu, KV_HEADS, HEAD_DIM, torch.bfloat16, 0)
 
     qkv_width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
     for tokens in (1, 32, 256, 4096):

@@ -34,6 +34,7 @@ class StepInputs(NamedTuple):
     accept: Bool[Tensor, " B"]  # the sampled token becomes the row's last token
     cu_seqlens: Int[Tensor, "B_plus_1"]  # first query of each entry
     token_ids: Int[Tensor, " T"] | None  # -1: the row's last token
+    entry: Int[Tensor, " T"] | None = None  # which entry a token belongs to; B is padding
     captured: Int[Tensor, " C"] | None = None  # tokens of the batch whose activations leave the step
 
 
@@ -81,12 +82,11 @@ def decode_batch(rows: Rows, inputs: StepInputs, rope: Rope, block_size: int) ->
 
 def ragged_batch(rows: Rows, inputs: StepInputs, rope: Rope, block_size: int, max_seqlen: int) -> Batch:
     """The batch of a step with prefill chunks: each entry has as many tokens as `cu_seqlens` says."""
-    assert inputs.token_ids is not None
+    assert inputs.token_ids is not None and inputs.entry is not None
     (num_tokens,), (num_entries,) = inputs.token_ids.shape, inputs.row.shape
     token = torch.arange(num_tokens, device=inputs.row.device)
-    entry = torch.searchsorted(inputs.cu_seqlens[1:], token, right=True)
-    real = entry < num_entries
-    entry = entry.clamp(max=num_entries - 1)
+    real = inputs.entry < num_entries
+    entry = inputs.entry.clamp(max=num_entries - 1)
     row = inputs.row[entry]
     first = inputs.cu_seqlens[entry]
     positions = torch.where(real, rows.length[row] + token - first, 0)

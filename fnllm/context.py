@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from fnllm_weights import LocalSizes, ModelConfig
 from torch import Tensor
 
 from fnllm.batch import Batch
 from fnllm.cache import KVCache
 from fnllm.taps import Taps
 from fnllm.tensor_parallel import TensorParallel
+from fnllm_weights import LocalSizes, ModelConfig
 
 if TYPE_CHECKING:
     from fnllm.layers import Layers
@@ -24,6 +24,7 @@ class Context(NamedTuple):
     batch: Batch
     cache: KVCache | None  # None: score without a cache, every sequence whole
     backend: str  # of paged attention
+    max_context: int  # no sequence of the batch has more keys; 0: as many as the block tables hold
     metadata: dict[int, Tensor | None] | None  # of the attention backend, by sliding window, made once a step
     taps: Taps
     layer: int = -1  # index of the decoder layer; -1 outside

@@ -15,6 +15,7 @@ from fnllm.batch import Rows
 from fnllm.cache import allocate, block_bytes, blocks_that_fit
 from fnllm.capture import NOTHING, Capture
 from fnllm.compiled import TRACED_MODES, HostInputs, Resident, StepRunner, ladder, round_up
+from fnllm.distributed import least
 from fnllm.edits import Channel, Edit
 from fnllm.layers import Layers
 from fnllm.numerics import exchanges_for, layers_for
@@ -29,9 +30,11 @@ from fnllm.step import StepOutput, StepSpec
 from fnllm.taps import Choice
 from fnllm.tensor_parallel import TensorParallel
 from fnllm.trial import try_step
+from fnllm.watch import watch
 
 CAPTURED_PREFILL = (64, 128, 256, 512, 1024, 2048)  # prefill steps up to the last of these are replayed as graphs
 CAPTURED_ENTRIES = 8  # ... when they hold at most so many sequences
+SHORT_CONTEXT = 2048  # decode steps of only shorter sequences have graphs of their own: attention divides work otherwise
 
 
 class Variant(NamedTuple):
@@ -61,18 +64,18 @@ class Machine:
         self.config, self.options, self.tp, self.report = params.config, options, tp, report
         self.sizes = local_sizes(params.config, params.shard)
         self.device, self.dtype = weight.device, weight.dtype
-        self.backend = options.attention or default_backend(
-            self.device, self.dtype, params.config.head_dim, options.block_size
-        )
+        self.backends = self.attention_backends()
         self.vocab_limit = params.config.vocab_size
         if params.tokenizer is not None:
             self.vocab_limit = min(self.vocab_limit, params.tokenizer.num_ids)
-        self.num_blocks = options.num_blocks or self.affordable_blocks()
+        # One plan serves all ranks, so the pool is as large as the rank with the least room can make it.
+        self.num_blocks = options.num_blocks or least(tp, self.device, self.affordable_blocks)
         cache = allocate(self.config, self.sizes, self.num_blocks, options.block_size, self.dtype, self.device)
         max_blocks = -(-options.max_model_len // options.block_size)
         rows = empty_rows(options.max_num_seqs, max_blocks, options.max_model_len, self.device)
         self.resident = Resident(cache, rows, make_rope(params.config, self.device))
         self.runners: dict[StepSpec, StepRunner] = {}
+        self.last_runner: tuple[Variant | None, SamplerFeatures | None, StepRunner | None] = (None, None, None)
         self.tried: set[Variant] = set()  # whose functions have passed a trial
         self.choices: dict[tuple[Channel, ...], tuple[Choice, ...]] = {(): ()}  # of each row, for each set of channels
         self.features: list[SamplerFeatures] = [SamplerFeatures()] * options.max_num_seqs  # of each row
@@ -82,10 +85,21 @@ class Machine:
         self.clock = 0
         self.written = np.zeros(self.num_blocks, np.int64)
         self.tables = np.zeros((options.max_num_seqs, max_blocks), np.int32)  # the rows' block tables, on the host
+        self.watch = watch(tp, self.device)
         self.asynchronous = self.device.type == "cuda"  # a launched step runs while the host goes on
         self.idle: State | None = None  # where the last `generate` ended, with its prefix cache
         self.seen_leaves: list[tuple[torch.Tensor, int]] = []
         self.params_version = 0
+
+    def attention_backends(self) -> tuple[str, str]:
+        """The backends of decode steps and of steps with prefill chunks.
+
+        FlashAttention prefills faster; for decode the project's own kernel is faster (benchmarks/results/kernels.json).
+        """
+        if self.options.attention is not None:
+            return self.options.attention, self.options.attention
+        best = default_backend(self.device, self.dtype, self.config.head_dim, self.options.block_size)
+        return ("triton" if best in ("fa3", "fa2") else best), best
 
     def affordable_blocks(self) -> int:
         """Blocks for the pool from the memory that is free now."""
@@ -133,12 +147,16 @@ class Machine:
         self.clock += 1
         self.apply(plan, job_of, variant.edits)
         inputs, capture = self.host_inputs(plan)
+        length = int((plan.starts + plan.query_lens).max())
+        max_context = SHORT_CONTEXT if length <= SHORT_CONTEXT < self.options.max_model_len else self.options.max_model_len
         if len(captured):
             inputs = inputs._replace(captured=pad_to_power(captured))
         else:
             variant = variant._replace(capture=())
         with torch.no_grad():
-            return self.runner(variant, self.features_for(plan), params.tree)(params.tree, inputs, capture=capture)
+            return self.runner(variant, self.features_for(plan), params.tree)(
+                params.tree, inputs, max_context=max_context, capture=capture
+            )
 
     def apply(self, plan: Plan, job_of: Callable[[int], Job], channels: tuple[Channel, ...]) -> None:
         """Bring cache and rows to where the plan starts: block copies, joining rows, grown block tables."""
@@ -199,6 +217,7 @@ class Machine:
             rows = self.resident.rows._replace(sampler=widen_rows(sampler, features))
             self.resident = self.resident._replace(rows=rows)
             self.runners.clear()
+            self.last_runner = (None, None, None)
 
     def features_for(self, plan: Plan) -> SamplerFeatures:
         """What the sampler must do for the rows of this plan; looked up again only when the rows change."""
@@ -238,22 +257,28 @@ class Machine:
         cu_seqlens = np.empty(size + 1, np.int32)
         if decode:
             cu_seqlens[:] = np.arange(size + 1)
-            return HostInputs(row, accept, cu_seqlens, None), capture
+            return HostInputs(row, accept, cu_seqlens), capture
         cu_seqlens[0] = 0
         np.cumsum(plan.query_lens, out=cu_seqlens[1 : entries + 1])
         cu_seqlens[entries + 1 :] = tokens
         token_ids = np.zeros(length, np.int64)
         token_ids[: plan.num_decode] = -1  # the row's last token
         token_ids[plan.num_decode : tokens] = plan.prefill_tokens
-        return HostInputs(row, accept, cu_seqlens, token_ids), capture
+        entry = np.full(length, size, np.int64)
+        entry[:tokens] = np.repeat(np.arange(entries), plan.query_lens)
+        return HostInputs(row, accept, cu_seqlens, token_ids, entry), capture
 
     def runner(self, variant: Variant, features: SamplerFeatures, tree: dict) -> StepRunner:
+        """The runner for a variant and what its sampler must do; the last one is found without hashing."""
+        last_variant, last_features, runner = self.last_runner
+        if last_variant is variant and last_features == features and runner is not None:
+            return runner
         spec = StepSpec(
             config=self.config,
             sizes=self.sizes,
             layers=layers_for(variant.layers, self.options.numerics),
             tp=exchanges_for(self.tp, self.options.numerics),
-            backend=self.backend,
+            backends=self.backends,
             block_size=self.options.block_size,
             vocab_limit=self.vocab_limit,
             features=features,
@@ -267,6 +292,7 @@ class Machine:
                 try_step(tree, self.resident._replace(rows=rows), spec, traced=self.options.compile in TRACED_MODES)
                 self.tried.add(functions)
             self.runners[spec] = StepRunner(spec, self.resident._replace(rows=rows), self.options.compile, self.report)
+        self.last_runner = (variant, features, self.runners[spec])
         return self.runners[spec]
 
 

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from fnllm_weights import Params, local_sizes
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
@@ -24,8 +23,9 @@ from fnllm.rope import Rope, make_rope, rope_tables
 from fnllm.rows import choices_of
 from fnllm.sampler import log_normaliser, masked_logits, token_logprobs, top_tokens
 from fnllm.taps import Taps, whole_site, whole_sites
-from fnllm.trial import watched_layers
 from fnllm.tensor_parallel import SINGLE, TensorParallel
+from fnllm.trial import watched_layers
+from fnllm_weights import Params, local_sizes
 
 HEAD_ROWS = 1024  # rows of logits that exist at a time
 
@@ -202,6 +202,7 @@ def context(
         batch=batch,
         cache=None,
         backend=BACKEND,
+        max_context=0,
         metadata=None,
         taps=taps,
     )

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from fnllm_kernels.attention import attention_metadata
-from fnllm_weights import LocalSizes, ModelConfig
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -19,6 +17,8 @@ from fnllm.rope import Rope
 from fnllm.sampler import Sampled, SamplerFeatures, take_history, take_rows
 from fnllm.taps import Taps, whole_sites
 from fnllm.tensor_parallel import TensorParallel
+from fnllm_kernels.attention import attention_metadata
+from fnllm_weights import LocalSizes, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class StepSpec:
     sizes: LocalSizes
     layers: Layers
     tp: TensorParallel
-    backend: str  # of paged attention
+    backends: tuple[str, str]  # of paged attention: in decode steps, and in steps with prefill chunks
     block_size: int
     vocab_limit: int  # ids from here on are never sampled
     features: SamplerFeatures
@@ -45,16 +45,27 @@ class StepOutput(NamedTuple):
 
 
 def step(
-    tree: dict, cache: KVCache, rows: Rows, inputs: StepInputs, rope: Rope, *, spec: StepSpec, max_seqlen: int
+    tree: dict,
+    cache: KVCache,
+    rows: Rows,
+    inputs: StepInputs,
+    rope: Rope,
+    *,
+    spec: StepSpec,
+    max_seqlen: int,
+    max_context: int = 0,
 ) -> tuple[Rows, StepOutput]:
     """Run the batch that `inputs` names and sample one token for each of its entries.
 
-    Pure but for the cache, into which `fnllm::store_kv` writes the new keys and values.
+    `max_seqlen` bounds the queries of an entry, `max_context` (0: the block tables' width) its keys. Pure but for the
+    cache, into which `fnllm::store_kv` writes the new keys and values.
     """
-    if inputs.token_ids is None:
+    decode = inputs.token_ids is None
+    if decode:
         batch = decode_batch(rows, inputs, rope, spec.block_size)
     else:
         batch = ragged_batch(rows, inputs, rope, spec.block_size, max_seqlen)
+    backend = spec.backends[0 if decode else 1]
     captured: dict[str, Tensor] = {}
     ctx = Context(
         config=spec.config,
@@ -63,8 +74,9 @@ def step(
         layers=spec.layers,
         batch=batch,
         cache=cache,
-        backend=spec.backend,
-        metadata=plan_attention(batch, rows, spec, tree["norm"].dtype),
+        backend=backend,
+        max_context=max_context,
+        metadata=plan_attention(batch, rows, spec, tree["norm"].dtype, backend, max_context),
         taps=Taps(spec.capture, spec.edits, entry_choices(rows, inputs.row), inputs.captured, captured),
     )
     hidden = forward(tree, ctx)
@@ -90,7 +102,9 @@ def entry_logits(
     return ctx.layers.lm_head(head, hidden, ctx)[:count]
 
 
-def plan_attention(batch: Batch, rows: Rows, spec: StepSpec, dtype: torch.dtype) -> dict[int, Tensor | None]:
+def plan_attention(
+    batch: Batch, rows: Rows, spec: StepSpec, dtype: torch.dtype, backend: str, max_context: int
+) -> dict[int, Tensor | None]:
     """What the attention backend divides its work by, once for each sliding window that the layers have."""
     return {
         window: attention_metadata(
@@ -104,8 +118,9 @@ def plan_attention(batch: Batch, rows: Rows, spec: StepSpec, dtype: torch.dtype)
             max_blocks=rows.block_table.shape[1],
             max_seqlen_q=batch.max_seqlen,
             dtype=dtype,
-            backend=spec.backend,
+            backend=backend,
             window=window,
+            max_context=max_context,
         )
         for window in {window or 0 for window in spec.config.sliding_window}
     }

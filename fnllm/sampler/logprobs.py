@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fnllm.sampler.filters import MASS_ONE, masses
 from fnllm.tensor_parallel import SINGLE, TensorParallel
 from fnllm_kernels.order_keys import pack, packed_ids, packed_scores
+from fnllm_kernels.threshold import MASS_ONE, masses
 
 
 def masked_logits(logits: Float[Tensor, "T V"], vocab_start: int, vocab_limit: int) -> Float[Tensor, "T V"]:

@@ -78,9 +78,7 @@ def attention_metadata(
             num_heads, num_kv_heads, head_dim, block_size, max_blocks, max_seqlen_q, dtype, window,
         )  # fmt: skip
     if backend == "triton" and max_seqlen_q == 1 and context_lens.is_cuda:
-        return attention_triton.triton_metadata(
-            context_lens, cu_seqlens_q, num_kv_heads, head_dim, max_context or max_blocks * block_size, dtype, window
-        )
+        return attention_triton.triton_metadata(context_lens, cu_seqlens_q, num_kv_heads, head_dim, dtype, window)
     return None
 
 

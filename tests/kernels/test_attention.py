@@ -105,7 +105,7 @@ def test_traces_whole_and_equals_eager():
     assert torch.equal(step(inputs), paged_attention(**inputs, **static, backend="reference") * 2)
 
 
-def test_refuses_what_does_not_belong_together():
+def test_refuses_what_does_not_belong_together(unchecked):
     inputs, static = inputs_of("decode"), cases.static_arguments(ALL["decode"])
     with pytest.raises(ValueError, match=r"backend is 'fa4'; it must be one of reference, triton"):
         paged_attention(**inputs, **static, backend="fa4")
