@@ -14,13 +14,14 @@ if triton is not None:
     import triton.language as tl
 
     from fnllm_kernels.decode_tiles import (
+        inverse_rms,
+        load_inverse_rms,
         load_row,
         load_weights,
         multiply_add,
         rounded,
-        scale_row,
-        square_sum,
         unpack_all,
+        weigh_row,
     )
 
 
@@ -75,7 +76,7 @@ if triton is not None:
     @triton.jit
     def _store(y, up, row, t, y_ptr, bias_ptr, residual_ptr, outputs, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
                HAS_RESIDUAL: tl.constexpr):  # fmt: skip
-        """Finishes and stores the sums [R, W] of row t."""
+        """Finishes and stores the sums [W, R] of row t."""
         inside = row < outputs
         if HAS_BIAS:
             y += tl.load(bias_ptr + row, mask=inside, other=0.0).to(tl.float32)
@@ -101,12 +102,12 @@ if triton is not None:
         ALL: tl.constexpr = UNITS * CHUNKS
         if PDL and EARLY:
             tl.extra.cuda.gdc_launch_dependents()
-        warp = tl.arange(0, WARPS)[None, :, None]
-        row = (tl.program_id(0) * R + tl.arange(0, R)[:, None, None]) * WARPS + warp
-        row_2d = (tl.program_id(0) * R + tl.arange(0, R)[:, None]) * WARPS + tl.arange(0, WARPS)[None, :]
+        warp = tl.arange(0, WARPS)[:, None, None]
+        row = (tl.program_id(0) * WARPS + warp) * R + tl.arange(0, R)[None, :, None]
+        row_2d = (tl.program_id(0) * WARPS + tl.arange(0, WARPS)[:, None]) * R + tl.arange(0, R)[None, :]
         safe_row = tl.minimum(row, outputs - 1)  # rows past the end read the last one and store nothing
         tiles = _weights_at(w_ptr, safe_row, 0, outputs, WIDTH, PAIRS, CHUNKS, EVEN, GATED)
-        zero = tl.zeros((R, WARPS, PAIRS), tl.float32)
+        zero = tl.zeros((WARPS, R, PAIRS), tl.float32)
         if UNITS == 1:
             if NORM:
                 norm = load_row(norm_ptr, warp, 0, WIDTH, PAIRS, CHUNKS, EVEN)
@@ -116,13 +117,14 @@ if triton is not None:
                 tl.extra.cuda.gdc_launch_dependents()
             for t in tl.static_range(T):
                 evens, odds = unpack_all(load_row(x_ptr + t * WIDTH, warp, 0, WIDTH, PAIRS, CHUNKS, EVEN), CHUNKS)
+                scale = 1.0
                 if NORM:
-                    rstd = tl.rsqrt(square_sum(evens, odds, CHUNKS) / (2 * WIDTH) + eps)
-                    evens, odds = scale_row(evens, odds, norm, rstd, CHUNKS)
-                y = tl.sum(multiply_add(zero, tiles, evens, odds, 0, CHUNKS), axis=2)
+                    scale = inverse_rms(evens, odds, eps, WIDTH, CHUNKS)
+                    evens, odds = weigh_row(evens, odds, norm, CHUNKS)
+                y = tl.sum(multiply_add(zero, tiles, evens, odds, 0, CHUNKS), axis=2) * scale
                 up = y
                 if GATED:
-                    up = tl.sum(multiply_add(zero, tiles, evens, odds, CHUNKS, CHUNKS), axis=2)
+                    up = tl.sum(multiply_add(zero, tiles, evens, odds, CHUNKS, CHUNKS), axis=2) * scale
                 _store(y, up, row_2d, t, y_ptr, bias_ptr, residual_ptr, outputs, GATED, HAS_BIAS, HAS_RESIDUAL)
         else:
             if PDL:
@@ -136,8 +138,9 @@ if triton is not None:
                 if GATED:
                     totals = totals + (zero,)
                 if NORM:
-                    evens, odds = unpack_all(load_row(x_ptr + t * WIDTH, warp, 0, WIDTH, PAIRS, ALL, EVEN), ALL)
-                    scales = scales + (tl.rsqrt(square_sum(evens, odds, ALL) / (2 * WIDTH) + eps),)
+                    scales = scales + (load_inverse_rms(x_ptr + t * WIDTH, warp, eps, WIDTH, PAIRS, ALL, EVEN),)
+                else:
+                    scales = scales + (1.0,)
             for unit in range(UNITS):
                 # The next unit's weights are under way while this one's are used; past the end the last is read again.
                 following = tl.minimum(unit + 1, UNITS - 1)
@@ -149,7 +152,7 @@ if triton is not None:
                     evens, odds = unpack_all(x, CHUNKS)
                     if NORM:
                         norm = load_row(norm_ptr, warp, first, WIDTH, PAIRS, CHUNKS, EVEN)
-                        evens, odds = scale_row(evens, odds, norm, scales[t], CHUNKS)
+                        evens, odds = weigh_row(evens, odds, norm, CHUNKS)
                     if GATED:
                         new_totals = new_totals + (multiply_add(totals[2 * t], tiles, evens, odds, 0, CHUNKS),)
                         new_totals = new_totals + (multiply_add(totals[2 * t + 1], tiles, evens, odds, CHUNKS, CHUNKS),)
@@ -159,11 +162,11 @@ if triton is not None:
                 tiles = new_tiles
             for t in tl.static_range(T):
                 if GATED:
-                    y = tl.sum(totals[2 * t], axis=2)
-                    up = tl.sum(totals[2 * t + 1], axis=2)
+                    y = tl.sum(totals[2 * t], axis=2) * scales[t]
+                    up = tl.sum(totals[2 * t + 1], axis=2) * scales[t]
                     _store(y, up, row_2d, t, y_ptr, bias_ptr, residual_ptr, outputs, GATED, HAS_BIAS, HAS_RESIDUAL)
                 else:
-                    y = tl.sum(totals[t], axis=2)
+                    y = tl.sum(totals[t], axis=2) * scales[t]
                     _store(y, y, row_2d, t, y_ptr, bias_ptr, residual_ptr, outputs, GATED, HAS_BIAS, HAS_RESIDUAL)
 
     @triton.jit

@@ -1,6 +1,6 @@
 """Pieces that the one-row decode kernels share: bf16 pairs, row-per-warp weight tiles, RMSNorm of a row.
 
-A weight matrix [O, H] is read as int32 pairs of bf16 numbers, [O, H / 2], in tiles [R, W, P]: warp w of a program holds
+A weight matrix [O, H] is read as int32 pairs of bf16 numbers, [O, H / 2], in tiles [W, R, P]: warp w of a program holds
 R rows of the matrix and 32 lanes share each run of P pairs, so that a lane reads 16 bytes at a time, a row's sum needs
 only shuffles within its warp, and no program-wide barrier stands between a weight and its product.
 A chunk is such a run of P pairs; a tuple of tiles holds several chunks of the same rows.
@@ -22,20 +22,13 @@ if triton is not None:
         return even, odd
 
     @triton.jit
-    def pack(even, odd):
-        """int32 pairs of bf16 numbers from two float32 tensors, rounded to nearest even; the inverse of unpack."""
-        low = even.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        high = odd.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
-        return low | high
-
-    @triton.jit
     def rounded(x):
         """x rounded to bf16 and back, as an intermediate that the plain model keeps in bf16."""
         return x.to(tl.bfloat16).to(tl.float32)
 
     @triton.jit
     def load_weights(w_ptr, rows, first, width, PAIRS: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr):
-        """CHUNKS tiles [R, W, P] of the given rows from pair `first` on; `width` pairs a row, zeros past the row's end.
+        """CHUNKS tiles [W, R, P] of the given rows from pair `first` on; `width` pairs a row, zeros past the row's end.
 
         The weights are read once a step, so they are marked as first to leave the cache.
         """
@@ -52,7 +45,7 @@ if triton is not None:
 
     @triton.jit
     def load_row(x_ptr, warp, first, width, PAIRS: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr):
-        """CHUNKS tiles [1, W, P] of one row of activations, every warp its own copy; read past the first-level cache,
+        """CHUNKS tiles [W, 1, P] of one row of activations, every warp its own copy; read past the first-level cache,
         since other programs wrote them a moment ago."""
         column = first + tl.arange(0, PAIRS)[None, None, :]
         tiles = ()
@@ -66,16 +59,6 @@ if triton is not None:
         return tiles
 
     @triton.jit
-    def add_rows(x, residual, CHUNKS: tl.constexpr):
-        """x + residual, both tuples of pairs, rounded to bf16 pairs."""
-        out = ()
-        for c in tl.static_range(CHUNKS):
-            x_even, x_odd = unpack(x[c])
-            r_even, r_odd = unpack(residual[c])
-            out = out + (pack(x_even + r_even, x_odd + r_odd),)
-        return out
-
-    @triton.jit
     def unpack_all(x, CHUNKS: tl.constexpr):
         """The float32 numbers of a tuple of pairs: tuples of even and of odd elements."""
         evens = ()
@@ -87,27 +70,35 @@ if triton is not None:
         return evens, odds
 
     @triton.jit
-    def square_sum(evens, odds, CHUNKS: tl.constexpr):
-        """Sum of squares of a row's tiles, [1, W, 1]: the same in each warp."""
+    def inverse_rms(evens, odds, eps, WIDTH: tl.constexpr, CHUNKS: tl.constexpr):
+        """1 / the root mean square of a row of WIDTH pairs, [W, 1]: the same in each warp."""
         total = evens[0] * evens[0] + odds[0] * odds[0]
         for c in tl.static_range(1, CHUNKS):
             total += evens[c] * evens[c] + odds[c] * odds[c]
-        return tl.sum(total, axis=2, keep_dims=True)
+        return tl.rsqrt(tl.sum(total, axis=2) / (2 * WIDTH) + eps)
 
     @triton.jit
-    def scale_row(evens, odds, norm, rstd, CHUNKS: tl.constexpr):
-        """The RMSNorm of a row from its scale: bf16(weight * bf16(x * rstd)), the order transformers uses."""
+    def load_inverse_rms(
+        x_ptr, warp, eps, WIDTH: tl.constexpr, PAIRS: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr
+    ):
+        """inverse_rms of a row too long to keep in registers."""
+        evens, odds = unpack_all(load_row(x_ptr, warp, 0, WIDTH, PAIRS, CHUNKS, EVEN), CHUNKS)
+        return inverse_rms(evens, odds, eps, WIDTH, CHUNKS)
+
+    @triton.jit
+    def weigh_row(evens, odds, norm, CHUNKS: tl.constexpr):
+        """A row times the weights of its norm; the scale is a factor of the whole product and is applied to its sums."""
         new_evens = ()
         new_odds = ()
         for c in tl.static_range(CHUNKS):
             n_even, n_odd = unpack(norm[c])
-            new_evens = new_evens + (rounded(rounded(evens[c] * rstd) * n_even),)
-            new_odds = new_odds + (rounded(rounded(odds[c] * rstd) * n_odd),)
+            new_evens = new_evens + (evens[c] * n_even,)
+            new_odds = new_odds + (odds[c] * n_odd,)
         return new_evens, new_odds
 
     @triton.jit
     def multiply_add(total, weights, evens, odds, OFFSET: tl.constexpr, CHUNKS: tl.constexpr):
-        """total [R, W, P] + the products of the weight tiles from OFFSET on and a row's tiles, unsummed over the lanes."""
+        """total [W, R, P] + the products of the weight tiles from OFFSET on and a row's tiles, unsummed over the lanes."""
         for c in tl.static_range(CHUNKS):
             w_even, w_odd = unpack(weights[OFFSET + c])
             total += w_even * evens[c]
