@@ -22,6 +22,13 @@ if triton is not None:
         return even, odd
 
     @triton.jit
+    def pack(even, odd):
+        """int32 pairs of bf16 numbers from two float32 tensors, rounded to nearest even; the inverse of unpack."""
+        low = even.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        high = odd.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        return low | high
+
+    @triton.jit
     def rounded(x):
         """x rounded to bf16 and back, as an intermediate that the plain model keeps in bf16."""
         return x.to(tl.bfloat16).to(tl.float32)

@@ -1,4 +1,5 @@
-"""Triton's interpreter with bf16 as a GPU has it: rounding to nearest even, and products of bf16 operands."""
+"""Triton's interpreter with bf16 as a GPU has it (rounding to nearest even, products of bf16 operands), and with
+numbers read from memory as loop bounds, which NumPy 2.4 refuses for arrays of one element."""
 
 import os
 
@@ -26,5 +27,14 @@ def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     return TensorHandle(np.matmul(*operands, dtype=d.data.dtype) + d.data, d.dtype.scalar)
 
 
+_patch_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_lang_tensor(tensor, scope):
+    _patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+interpreter._patch_lang_tensor = _patch_lang_tensor
 interpreter._convert_float = _convert_float
 InterpreterBuilder.create_dot = _create_dot
