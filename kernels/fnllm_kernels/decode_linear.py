@@ -15,13 +15,17 @@ if triton is not None:
 
     from fnllm_kernels.decode_tiles import (
         inverse_rms,
+        load_beside,
         load_inverse_rms,
         load_row,
         load_weights,
         multiply_add,
         rounded,
+        row_sums,
+        store_sums,
         unpack_all,
         weigh_row,
+        zero_totals,
     )
 
 
@@ -64,31 +68,15 @@ def dot_tiles(rows: int, outputs: int, width: int, gated: bool) -> DotTiles:
 if triton is not None:
 
     @triton.jit
-    def _weights_at(w_ptr, rows, unit, outputs, width, PAIRS: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr,
-                    GATED: tl.constexpr):  # fmt: skip
-        """The weight tiles of one unit of CHUNKS chunks: those of the gate rows, then those of the up rows."""
+    def unit_weights(w_ptr, row, outputs, unit, WIDTH: tl.constexpr, PAIRS: tl.constexpr, CHUNKS: tl.constexpr,
+                     R: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
+        """The weight tiles of one unit of CHUNKS chunks: those of R rows, with GATED also those of R rows of up."""
         first = unit * (CHUNKS * PAIRS)
-        tiles = load_weights(w_ptr, rows, first, width, PAIRS, CHUNKS, EVEN)
+        tiles = load_weights(w_ptr, row, outputs - 1, first, WIDTH, PAIRS, CHUNKS, R, EVEN)
         if GATED:
-            tiles = tiles + load_weights(w_ptr, rows + outputs, first, width, PAIRS, CHUNKS, EVEN)
+            up = w_ptr + outputs.to(tl.int64) * WIDTH
+            tiles = tiles + load_weights(up, row, outputs - 1, first, WIDTH, PAIRS, CHUNKS, R, EVEN)
         return tiles
-
-    @triton.jit
-    def _store(y, up, row, t, y_ptr, bias_ptr, residual_ptr, outputs, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
-               HAS_RESIDUAL: tl.constexpr):  # fmt: skip
-        """Finishes and stores the sums [W, R] of row t."""
-        inside = row < outputs
-        if HAS_BIAS:
-            y += tl.load(bias_ptr + row, mask=inside, other=0.0).to(tl.float32)
-        y = rounded(y)
-        if GATED:
-            if HAS_BIAS:
-                up += tl.load(bias_ptr + outputs + row, mask=inside, other=0.0).to(tl.float32)
-            y = rounded(rounded(y / (1.0 + tl.exp(-y))) * rounded(up))
-        at = t * outputs + row
-        if HAS_RESIDUAL:
-            y += tl.load(residual_ptr + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-        tl.store(y_ptr + at, y.to(tl.bfloat16), mask=inside)
 
     @triton.jit
     def few_rows_kernel(
@@ -100,14 +88,15 @@ if triton is not None:
         """y [T, outputs] for T <= 4; x, norm and w as int32 pairs, WIDTH pairs a row; H in UNITS pieces of CHUNKS."""
         EVEN: tl.constexpr = WIDTH % (PAIRS * CHUNKS) == 0
         ALL: tl.constexpr = UNITS * CHUNKS
+        RR: tl.constexpr = 2 * R if GATED else R
         if PDL and EARLY:
             tl.extra.cuda.gdc_launch_dependents()
+        outputs = outputs.to(tl.int32)
         warp = tl.arange(0, WARPS)[:, None, None]
-        row = (tl.program_id(0) * WARPS + warp) * R + tl.arange(0, R)[None, :, None]
-        row_2d = (tl.program_id(0) * WARPS + tl.arange(0, WARPS)[:, None]) * R + tl.arange(0, R)[None, :]
-        safe_row = tl.minimum(row, outputs - 1)  # rows past the end read the last one and store nothing
-        tiles = _weights_at(w_ptr, safe_row, 0, outputs, WIDTH, PAIRS, CHUNKS, EVEN, GATED)
-        zero = tl.zeros((WARPS, R, PAIRS), tl.float32)
+        row = (tl.program_id(0) * WARPS + warp) * R
+        tiles = unit_weights(w_ptr, row, outputs, 0, WIDTH, PAIRS, CHUNKS, R, EVEN, GATED)
+        bias = load_beside(bias_ptr, row, 0, outputs, R, PAIRS, HAS_BIAS)
+        up_bias = load_beside(bias_ptr + outputs if HAS_BIAS else bias_ptr, row, 0, outputs, R, PAIRS, HAS_BIAS and GATED)
         if UNITS == 1:
             if NORM:
                 norm = load_row(norm_ptr, warp, 0, WIDTH, PAIRS, CHUNKS, EVEN)
@@ -117,57 +106,53 @@ if triton is not None:
                 tl.extra.cuda.gdc_launch_dependents()
             for t in tl.static_range(T):
                 evens, odds = unpack_all(load_row(x_ptr + t * WIDTH, warp, 0, WIDTH, PAIRS, CHUNKS, EVEN), CHUNKS)
+                residual = load_beside(residual_ptr, row, t, outputs, R, PAIRS, HAS_RESIDUAL)
                 scale = 1.0
                 if NORM:
                     scale = inverse_rms(evens, odds, eps, WIDTH, CHUNKS)
                     evens, odds = weigh_row(evens, odds, norm, CHUNKS)
-                y = tl.sum(multiply_add(zero, tiles, evens, odds, 0, CHUNKS), axis=2) * scale
-                up = y
-                if GATED:
-                    up = tl.sum(multiply_add(zero, tiles, evens, odds, CHUNKS, CHUNKS), axis=2) * scale
-                _store(y, up, row_2d, t, y_ptr, bias_ptr, residual_ptr, outputs, GATED, HAS_BIAS, HAS_RESIDUAL)
+                totals = multiply_add(zero_totals(WARPS, PAIRS, RR), tiles, evens, odds, 0, CHUNKS, RR)
+                sums = row_sums(totals, scale, 0, R, WARPS, PAIRS)
+                ups = row_sums(totals, scale, RR - R, R, WARPS, PAIRS)
+                store_sums(
+                    sums, ups, bias, up_bias, residual, row, t, y_ptr, outputs, R, PAIRS, GATED, HAS_RESIDUAL
+                )
         else:
             if PDL:
                 tl.extra.cuda.gdc_wait()
             if PDL and not EARLY:
                 tl.extra.cuda.gdc_launch_dependents()
-            totals = ()
             scales = ()
             for t in tl.static_range(T):
-                totals = totals + (zero,)
-                if GATED:
-                    totals = totals + (zero,)
                 if NORM:
                     scales = scales + (load_inverse_rms(x_ptr + t * WIDTH, warp, eps, WIDTH, PAIRS, ALL, EVEN),)
                 else:
                     scales = scales + (1.0,)
+            totals = zero_totals(WARPS, PAIRS, T * RR)
             for unit in range(UNITS):
                 # The next unit's weights are under way while this one's are used; past the end the last is read again.
-                following = tl.minimum(unit + 1, UNITS - 1)
-                new_tiles = _weights_at(w_ptr, safe_row, following, outputs, WIDTH, PAIRS, CHUNKS, EVEN, GATED)
+                new_tiles = unit_weights(
+                    w_ptr, row, outputs, tl.minimum(unit + 1, UNITS - 1), WIDTH, PAIRS, CHUNKS, R, EVEN, GATED
+                )
                 first = unit * (CHUNKS * PAIRS)
+                if NORM:
+                    norm = load_row(norm_ptr, warp, first, WIDTH, PAIRS, CHUNKS, EVEN)
                 new_totals = ()
                 for t in tl.static_range(T):
                     x = load_row(x_ptr + t * WIDTH, warp, first, WIDTH, PAIRS, CHUNKS, EVEN)
                     evens, odds = unpack_all(x, CHUNKS)
                     if NORM:
-                        norm = load_row(norm_ptr, warp, first, WIDTH, PAIRS, CHUNKS, EVEN)
                         evens, odds = weigh_row(evens, odds, norm, CHUNKS)
-                    if GATED:
-                        new_totals = new_totals + (multiply_add(totals[2 * t], tiles, evens, odds, 0, CHUNKS),)
-                        new_totals = new_totals + (multiply_add(totals[2 * t + 1], tiles, evens, odds, CHUNKS, CHUNKS),)
-                    else:
-                        new_totals = new_totals + (multiply_add(totals[t], tiles, evens, odds, 0, CHUNKS),)
+                    new_totals = new_totals + multiply_add(totals, tiles, evens, odds, t * RR, CHUNKS, RR)
                 totals = new_totals
                 tiles = new_tiles
             for t in tl.static_range(T):
-                if GATED:
-                    y = tl.sum(totals[2 * t], axis=2) * scales[t]
-                    up = tl.sum(totals[2 * t + 1], axis=2) * scales[t]
-                    _store(y, up, row_2d, t, y_ptr, bias_ptr, residual_ptr, outputs, GATED, HAS_BIAS, HAS_RESIDUAL)
-                else:
-                    y = tl.sum(totals[t], axis=2) * scales[t]
-                    _store(y, y, row_2d, t, y_ptr, bias_ptr, residual_ptr, outputs, GATED, HAS_BIAS, HAS_RESIDUAL)
+                residual = load_beside(residual_ptr, row, t, outputs, R, PAIRS, HAS_RESIDUAL)
+                sums = row_sums(totals, scales[t], t * RR, R, WARPS, PAIRS)
+                ups = row_sums(totals, scales[t], t * RR + RR - R, R, WARPS, PAIRS)
+                store_sums(
+                    sums, ups, bias, up_bias, residual, row, t, y_ptr, outputs, R, PAIRS, GATED, HAS_RESIDUAL
+                )
 
     @triton.jit
     def dot_kernel(
