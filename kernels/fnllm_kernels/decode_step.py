@@ -126,9 +126,10 @@ def new_step_state(device, kv_heads: int) -> Tensor:
 
 def launch_decode_step(
     token, embed, table, cos, sin, block_table, context_len, slot, state, shape: StepShape, scale: float, *,
-    tiles: StepTiles, phase_by_phase: bool = False, cooperative: bool = True,
+    tiles: StepTiles, phase_by_phase: bool = False, cooperative: bool = True, phases: int = ALL_PHASES,
 ):  # fmt: skip
-    """Runs the kernel; phase_by_phase: one launch a phase, without barriers (no co-residency needed, and for tests)."""
+    """Runs the kernel; phase_by_phase: one launch a phase, without barriers (no co-residency needed, and for tests);
+    phases: leave some out, to time the others."""
     from fnllm_kernels.decode_step_kernel import decode_step_kernel
 
     device, layers, group = embed.device, table.shape[0], shape.heads // shape.kv_heads
@@ -157,7 +158,7 @@ def launch_decode_step(
         )  # fmt: skip
 
     if not phase_by_phase:
-        launch(0, layers, ALL_PHASES, True)
+        launch(0, layers, phases, True)
         return h
     launch(0, 0, 1, False)
     for layer in range(layers):

@@ -35,40 +35,58 @@ if triton is not None:
     )
 
     @triton.jit
-    def grid_barrier(counter_ptr, programs):
-        """Waits until every program of the grid has come here; what each wrote before, all may read afterwards.
+    def grid_arrive(counter_ptr):
+        """Counts this program in, once all its threads' writes are done; returns the count it found, for grid_wait.
 
-        One thread counts its program in and watches the count. The count is never reset: a program's own number tells
-        which multiple of `programs` ends the round (64 bits do not run out).
+        Only thread 0 holds that count. Its fence waits for the loads it has under way too, so a program arrives first
+        and asks for the next weights afterwards.
+        """
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred p;
+            .reg .u32 t;
+            mov.u64 $0, 0;
+            bar.sync 0;
+            mov.u32 t, %tid.x;
+            setp.eq.u32 p, t, 0;
+            @p atom.release.gpu.global.add.u64 $0, [$1], 1;
+            }
+            """,
+            "=&l,l",
+            [counter_ptr],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+
+    @triton.jit
+    def grid_wait(counter_ptr, found, PROGRAMS: tl.constexpr):
+        """Waits until every program has arrived; what each wrote before, all may read afterwards.
+
+        The count is never reset: the multiple of PROGRAMS (a power of 2) above the count found ends the round.
         """
         tl.inline_asm_elementwise(
             """
             {
             .reg .pred p;
             .reg .u32 t;
-            .reg .u64 old, goal, n, seen;
-            bar.sync 0;
+            .reg .u64 goal, seen;
             mov.u32 t, %tid.x;
             setp.ne.u32 p, t, 0;
             @p bra DONE;
-            cvt.u64.u32 n, $2;
-            atom.acq_rel.gpu.global.add.u64 old, [$1], 1;
-            div.u64 goal, old, n;
-            add.u64 goal, goal, 1;
-            mul.lo.u64 goal, goal, n;
-            add.u64 seen, old, 1;
+            or.b64 goal, $2, $3;
             LOOK:
-            setp.ge.u64 p, seen, goal;
-            @p bra DONE;
             ld.acquire.gpu.global.u64 seen, [$1];
-            bra LOOK;
+            setp.le.u64 p, seen, goal;
+            @p bra LOOK;
             DONE:
             bar.sync 0;
             mov.u32 $0, 0;
             }
             """,
-            "=r,l,r",
-            [counter_ptr, programs],
+            "=r,l,l,l",
+            [counter_ptr, found, tl.full((), PROGRAMS - 1, tl.int64)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
@@ -77,8 +95,7 @@ if triton is not None:
     @triton.jit
     def layer_pointer(table_ptr, layer, COLUMN: tl.constexpr, kind: tl.constexpr):
         """A column of the table of layers as a pointer to `kind`; all are multiples of 16 bytes."""
-        address = tl.multiple_of(tl.load(table_ptr + layer * 16 + COLUMN), 16)
-        return address.to(tl.pointer_type(kind))
+        return tl.multiple_of(tl.load(table_ptr + layer * 16 + COLUMN).to(tl.pointer_type(kind)), 16)
 
     @triton.jit
     def piece_weights(w_ptr, first_row, step, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
@@ -204,8 +221,9 @@ if triton is not None:
             for first in range(0, H // 2, PROGRAMS * WARPS * 32):
                 inside = first + column < H // 2
                 tl.store(h_pairs + first + column, tl.load(embed_ptr + row + first + column, mask=inside), mask=inside)
-            if BARRIER:
-                grid_barrier(barrier_ptr, PROGRAMS)
+        if BARRIER:
+            found = grid_arrive(barrier_ptr)
+            grid_wait(barrier_ptr, found, PROGRAMS)
 
         for layer in range(layer_first, layer_last):
             following = tl.minimum(layer + 1, layers - 1)
@@ -226,6 +244,8 @@ if triton is not None:
                     tiles, norm, h_pairs, norm_ptr, qkv_w, bias_ptr, h_ptr, qkv_ptr, lane_row * (QKV_R * QKV_G), warp,
                     eps, QKV_ROWS, H // 2, PAIRS, WARPS, QKV_R, QKV_C, QKV_U, QKV_G, False, True, QKV_BIAS, False,
                 )  # fmt: skip
+            if BARRIER:
+                found = grid_arrive(barrier_ptr)
             if PHASES & 4:
                 lower, first, last, count = split_range(context, window, split, NS, KW * KI, LEAST)
                 keys, values = load_keys(
@@ -236,7 +256,7 @@ if triton is not None:
                 q_tables = load_head_tables(q_norm, cos_ptr, sin_ptr, pair, HEAD_PAIRS, QK_NORM)
                 k_tables = load_head_tables(k_norm, cos_ptr, sin_ptr, pair, HEAD_PAIRS, QK_NORM)
                 if BARRIER:
-                    grid_barrier(barrier_ptr, PROGRAMS)
+                    grid_wait(barrier_ptr, found, PROGRAMS)
                 if (split < count) & (split < NS):
                     attention_piece(
                         qkv_pairs, q_tables, k_tables, cache_k, cache_v, blocks_ptr, slot, attended_ptr,
@@ -244,34 +264,42 @@ if triton is not None:
                         keys, values, lower, first, last, count, split, head, eps, scale, pair,
                         G, NS, KW, KI, HEAD_PAIRS, KV_HEADS, BLOCK_SIZE, QK_NORM,
                     )  # fmt: skip
+            if BARRIER:
+                found = grid_arrive(barrier_ptr)
             if PHASES & 8:
                 o_tiles = piece_weights(o_w, lane_row * (O_R * O_G), 0, H, Y_PAIRS, PAIRS, O_R, O_C, O_U, False)
                 if BARRIER:
-                    grid_barrier(barrier_ptr, PROGRAMS)
+                    grid_wait(barrier_ptr, found, PROGRAMS)
                 linear_phase(
                     o_tiles, o_tiles, attended_pairs, post_norm, o_w, h_ptr, h_ptr, mid_ptr, lane_row * (O_R * O_G),
                     warp, eps, H, Y_PAIRS, PAIRS, WARPS, O_R, O_C, O_U, O_G, False, False, False, True,
                 )  # fmt: skip
+            if BARRIER:
+                found = grid_arrive(barrier_ptr)
             if PHASES & 16:
                 up_tiles = piece_weights(up_w, lane_row * (UP_R * UP_G), 0, I, H // 2, PAIRS, UP_R, UP_C, UP_U, True)
                 up_norm = norm_tiles(post_norm, warp, H // 2, PAIRS, UP_C)
                 if BARRIER:
-                    grid_barrier(barrier_ptr, PROGRAMS)
+                    grid_wait(barrier_ptr, found, PROGRAMS)
                 linear_phase(
                     up_tiles, up_norm, mid_pairs, post_norm, up_w, h_ptr, h_ptr, act_ptr, lane_row * (UP_R * UP_G), warp,
                     eps, I, H // 2, PAIRS, WARPS, UP_R, UP_C, UP_U, UP_G, True, True, False, False,
                 )  # fmt: skip
+            if BARRIER:
+                found = grid_arrive(barrier_ptr)
             if PHASES & 32:
                 down_tiles = piece_weights(
                     down_w, lane_row * (DOWN_R * DOWN_G), 0, H, I // 2, PAIRS, DOWN_R, DOWN_C, DOWN_U, False
                 )
                 if BARRIER:
-                    grid_barrier(barrier_ptr, PROGRAMS)
+                    grid_wait(barrier_ptr, found, PROGRAMS)
                 linear_phase(
                     down_tiles, down_tiles, act_pairs, post_norm, down_w, h_ptr, mid_ptr, h_ptr,
                     lane_row * (DOWN_R * DOWN_G), warp, eps, H, I // 2, PAIRS, WARPS, DOWN_R, DOWN_C, DOWN_U, DOWN_G,
                     False, False, False, True,
                 )  # fmt: skip
+            if BARRIER:
+                found = grid_arrive(barrier_ptr)
             if PHASES & 2:
                 qkv_w = next_qkv
                 norm_ptr = next_norm
@@ -280,4 +308,4 @@ if triton is not None:
                 )
                 norm = norm_tiles(norm_ptr, warp, H // 2, PAIRS, QKV_C)
             if BARRIER:
-                grid_barrier(barrier_ptr, PROGRAMS)
+                grid_wait(barrier_ptr, found, PROGRAMS)
