@@ -19,8 +19,6 @@ def check_linear(x, w, *, bias=None, residual=None, norm=None, gated=False) -> N
     """Raises ValueError or TypeError unless the operands fit together."""
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)} do not fit: expected [T, H] and [O, H]")
-    if not 1 <= x.shape[0] <= MAX_ROWS:
-        raise ValueError(f"x has {x.shape[0]} rows, allowed are 1 to {MAX_ROWS}: use torch.nn.functional.linear")
     if gated and (w.shape[0] % 2 or residual is not None):
         raise ValueError(f"gated needs an even number of rows in w and no residual, found {w.shape[0]} rows")
     outputs = w.shape[0] // 2 if gated else w.shape[0]
@@ -50,8 +48,8 @@ def linear_reference(x, w, *, bias=None, residual=None, norm=None, eps=0.0, gate
 
 
 def takes(x, w) -> bool:
-    """Whether the Triton kernels take these operands: bf16 on a GPU, contiguous rows of an even length."""
-    fits = x.dtype == w.dtype == torch.bfloat16 and x.shape[1] % 8 == 0
+    """Whether the Triton kernels take these operands: at most 16 rows of bf16 on a GPU, of a length that 8 divides."""
+    fits = x.dtype == w.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and x.shape[0] <= MAX_ROWS
     return fits and x.is_cuda and w.is_contiguous() and triton is not None
 
 
@@ -94,7 +92,8 @@ def small_linear(
 ) -> Float[Tensor, "T Y"]:
     """x @ w.T (+ bias) (+ residual); with gated silu(gate) * up of w's two halves, Y = O / 2.
 
-    Raises ValueError for more than 16 rows or operands that do not fit, TypeError for mixed dtypes.
+    More than 16 rows go to torch's own product. Raises ValueError for operands that do not fit, TypeError for mixed
+    dtypes.
     """
     return _small_linear(x, w, bias, residual, gated)
 
