@@ -154,7 +154,7 @@ if triton is not None:
                     sums, ups, bias, up_bias, residual, row, t, y_ptr, outputs, R, PAIRS, GATED, HAS_RESIDUAL
                 )
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["rows"])
     def dot_kernel(
         x_ptr, norm_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, eps, outputs, rows,
         H: tl.constexpr, T: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, OUT: tl.constexpr,
