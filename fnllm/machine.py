@@ -33,7 +33,7 @@ from fnllm.watch import watch
 
 CAPTURED_PREFILL = (64, 128, 256, 512, 1024, 2048)  # prefill steps up to the last of these are replayed as graphs
 CAPTURED_ENTRIES = 8  # ... when they hold at most so many sequences
-SHORT_CONTEXT = 2048  # decode steps of only shorter sequences have graphs of their own: attention divides work otherwise
+SHORT_CONTEXT = 4096  # decode steps of only shorter sequences have graphs of their own: attention divides work otherwise
 
 
 class Variant(NamedTuple):
@@ -146,8 +146,7 @@ class Machine:
         self.clock += 1
         self.apply(plan, job_of, variant.edits)
         inputs, capture = self.host_inputs(plan)
-        length = int((plan.starts + plan.query_lens).max())
-        max_context = SHORT_CONTEXT if length <= SHORT_CONTEXT < self.options.max_model_len else self.options.max_model_len
+        max_context = 0 if inputs.token_ids is not None else self.context_bound(plan)
         if len(captured):
             inputs = inputs._replace(captured=pad_to_power(captured))
         else:
@@ -227,6 +226,11 @@ class Machine:
             self.batch_rows = plan.rows
             self.batch_features = features
         return rounded(self.batch_features)
+
+    def context_bound(self, plan: Plan) -> int:
+        """One of two bounds on the keys of this step's sequences, so that few steps are compiled."""
+        longest, limit = int(plan.starts.max()) + 1, self.options.max_model_len
+        return SHORT_CONTEXT if longest <= SHORT_CONTEXT < limit else limit
 
     def mark_written(self, plan: Plan) -> None:
         decode = slice(0, plan.num_decode)
