@@ -6,10 +6,19 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from fnllm_weights import Params
 
 from fnllm import scheduler
-from fnllm.capture import NOTHING, Capture, CapturedRows, as_capture, captured_rows, expand, needs_whole_prompt, union_of_sites
+from fnllm.capture import (
+    NOTHING,
+    Capture,
+    CapturedRows,
+    as_capture,
+    captured_rows,
+    expand,
+    needs_whole_prompt,
+    union_of_sites,
+)
+from fnllm.distributed import world
 from fnllm.edits import Edit, channels_of, edit_key, placed
 from fnllm.layers import Layers
 from fnllm.machine import Job, Machine, Variant, looks_back
@@ -19,8 +28,8 @@ from fnllm.sampler import child_seed
 from fnllm.sampling import Sampling
 from fnllm.scheduler import Events, Plan, Request, SchedulerConfig
 from fnllm.state import State
-from fnllm.distributed import world
 from fnllm.tensor_parallel import TensorParallel
+from fnllm_weights import Params
 
 
 class Flight(NamedTuple):
@@ -138,7 +147,8 @@ class Engine:
 
     def collect(self, state: State, flight: Flight) -> tuple[State, StepEvents]:
         """Wait for a launched step and take its tokens into the state."""
-        ids = flight.results.wait()[: len(flight.plan.rows)].astype(np.int32)
+        with self.machine.watch:
+            ids = flight.results.wait()[: len(flight.plan.rows)].astype(np.int32)
         committed, events = scheduler.commit(state.scheduler, flight.plan, ids)
         return replace(state, scheduler=committed), StepEvents(events, flight.plan, flight.results, flight.captured)
 
@@ -201,8 +211,12 @@ def machine_for(
     key = (wanted, tp)
     if key not in workspace:
         resolved = resolve(wanted, params.config, params.tree["embed"].device.type == "cuda")
-        workspace[key] = Machine(params, resolved, tp, report or say)
+        workspace[key] = Machine(params, resolved, tp, report or (say if tp.rank == 0 else quiet))
     return workspace[key]
+
+
+def quiet(line: str) -> None:
+    """Say nothing: another rank builds the same and tells of it."""
 
 
 def say(line: str) -> None:

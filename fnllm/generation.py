@@ -1,15 +1,13 @@
 """`generate` and `stream`: prompts in, completions out, a short loop over the engine's step."""
 
-import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fnllm_weights import Params
-
-from fnllm.completion import Chunk, Completion, failed
 from fnllm.capture import capture_bytes, captures_of_each, expand, union_of_sites
+from fnllm.completion import Chunk, Completion, failed
+from fnllm.distributed import agree
 from fnllm.edits import Edit, channels_of, edits_of_each
 from fnllm.engines import Engine, Flight, machine_for
 from fnllm.layers import Layers
@@ -21,6 +19,7 @@ from fnllm.sampling import Sampling, check_sampling
 from fnllm.scoring import prompt_logprobs
 from fnllm.state import abort, add
 from fnllm.tracks import Track, absorb, track
+from fnllm_weights import Params
 
 
 def generate(
@@ -43,7 +42,8 @@ def generate(
     `layers` swaps layer functions. `edits` (see `Edit`) change activations: some for all prompts, or a list with some (or
     None) for each. `capture` returns activations in `Completion.captured`: sites or a `Capture` for all prompts, or a
     list with a `Capture` or None for each. `seed` makes the whole call repeatable (requests with a seed of their own
-    always are). `chat` are options of the chat template. With
+    always are). Under torchrun every rank makes the same call and gets the same completions; calls that differ are refused
+    on all of them. `chat` are options of the chat template. With
     errors="return" a refused request's completion carries its error and the others run. `options` are those of
     `EngineOptions`. Raises TypeError or ValueError that names the argument, before anything runs.
     """
@@ -89,13 +89,24 @@ def serve(
     options: Mapping[str, Any],
 ) -> Iterator[Chunk]:
     """The loop behind `generate` and `stream`."""
+    seed = agree(
+        params,
+        seed,
+        prompts=prompts,
+        sampling=sampling,
+        layers=layers,
+        edits=edits,
+        capture=capture,
+        chat=chat,
+        errors=errors,
+        options=options,
+    )
     found = normalise(prompts, params.tokenizer, params.config.vocab_size, errors=errors, chat=chat)
     settings = pair_sampling(len(found.ids), sampling)
     chosen = edits_of_each(edits, len(found.ids))
     looked = [expand(params.config, one) for one in captures_of_each(capture, len(found.ids))]
     variant = Variant(layers or Layers(), channels_of(chosen), union_of_sites(looked))
     worker = Engine(params, machine_for(params, variant, None, None, EngineOptions(**options)), variant)
-    seed = secrets.randbits(63) if seed is None else seed
     machine = worker.machine
     state = replace(machine.idle, variant=variant) if machine.idle else worker.init()
     machine.idle = None  # until this call has ended well
@@ -131,7 +142,8 @@ def serve(
         )
     score_prompts(params, layers, tracks, chosen, machine)
     yield from refused
-    meter = Meter(len(tracks)) if progress or (progress is None and is_terminal()) else None
+    shown = params.shard.rank == 0 and (is_terminal() if progress is None else progress)
+    meter = Meter(len(tracks)) if shown else None
     flight: Flight | None = None
     try:
         while tracks or flight is not None:

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-import fnllm_weights
 import torch
-from fnllm_weights import Params
 
-from fnllm.distributed import join, launched, local_device
+import fnllm_weights
+from fnllm.distributed import join, launched, local_device, together
+from fnllm_weights import Params
 
 DEMO = Path(__file__).parent / "demo"
 
@@ -20,12 +20,17 @@ def load(
 ) -> Params:
     """Params of a local folder or a hub id; None is the small model that comes with the package.
 
-    Under torchrun each rank gets its shard, on its own GPU if there are GPUs. dtype: the checkpoint's on a GPU, float32
-    on a CPU. Raises ValueError that names the file, tensor or config field, before anything is allocated.
+    Under torchrun each rank gets its shard, on its own GPU if there are GPUs; when one cannot load, none can. dtype: the
+    checkpoint's on a GPU, float32 on a CPU. Raises ValueError that names the file, tensor or config field, before anything
+    is allocated.
     """
     shard, where = launched(), local_device(device)
     if shard.size > 1:
         join(where)
-    return fnllm_weights.load(
-        DEMO if path is None else path, dtype=dtype, device=where, revision=revision, rank=shard.rank, size=shard.size
-    )
+
+    def read() -> Params:
+        return fnllm_weights.load(
+            DEMO if path is None else path, dtype=dtype, device=where, revision=revision, rank=shard.rank, size=shard.size
+        )
+
+    return read() if shard.size == 1 else together(read)

@@ -14,7 +14,8 @@ from fnllm_weights.params import walk
 from fnllm.batch import Rows
 from fnllm.cache import allocate, block_bytes, blocks_that_fit
 from fnllm.capture import NOTHING, Capture
-from fnllm.compiled import HostInputs, Resident, StepRunner, ladder, round_up
+from fnllm.compiled import TRACED_MODES, HostInputs, Resident, StepRunner, ladder, round_up
+from fnllm.distributed import least
 from fnllm.edits import Channel, Edit
 from fnllm.layers import Layers
 from fnllm.numerics import exchanges_for, layers_for
@@ -28,6 +29,8 @@ from fnllm.state import State
 from fnllm.step import StepOutput, StepSpec
 from fnllm.taps import Choice
 from fnllm.tensor_parallel import TensorParallel
+from fnllm.trial import try_step
+from fnllm.watch import watch
 
 CAPTURED_PREFILL = (64, 128, 256, 512, 1024, 2048)  # prefill steps up to the last of these are replayed as graphs
 CAPTURED_ENTRIES = 8  # ... when they hold at most so many sequences
@@ -65,13 +68,15 @@ class Machine:
         self.vocab_limit = params.config.vocab_size
         if params.tokenizer is not None:
             self.vocab_limit = min(self.vocab_limit, params.tokenizer.num_ids)
-        self.num_blocks = options.num_blocks or self.affordable_blocks()
+        # One plan serves all ranks, so the pool is as large as the rank with the least room can make it.
+        self.num_blocks = options.num_blocks or least(tp, self.device, self.affordable_blocks)
         cache = allocate(self.config, self.sizes, self.num_blocks, options.block_size, self.dtype, self.device)
         max_blocks = -(-options.max_model_len // options.block_size)
         rows = empty_rows(options.max_num_seqs, max_blocks, options.max_model_len, self.device)
         self.resident = Resident(cache, rows, make_rope(params.config, self.device))
         self.runners: dict[StepSpec, StepRunner] = {}
         self.last_runner: tuple[Variant | None, SamplerFeatures | None, StepRunner | None] = (None, None, None)
+        self.tried: set[Variant] = set()  # whose functions have passed a trial
         self.choices: dict[tuple[Channel, ...], tuple[Choice, ...]] = {(): ()}  # of each row, for each set of channels
         self.features: list[SamplerFeatures] = [SamplerFeatures()] * options.max_num_seqs  # of each row
         self.batch_rows, self.batch_features = np.zeros(0, np.int32), SamplerFeatures()
@@ -80,6 +85,7 @@ class Machine:
         self.clock = 0
         self.written = np.zeros(self.num_blocks, np.int64)
         self.tables = np.zeros((options.max_num_seqs, max_blocks), np.int32)  # the rows' block tables, on the host
+        self.watch = watch(tp, self.device)
         self.asynchronous = self.device.type == "cuda"  # a launched step runs while the host goes on
         self.idle: State | None = None  # where the last `generate` ended, with its prefix cache
         self.seen_leaves: list[tuple[torch.Tensor, int]] = []
@@ -148,7 +154,7 @@ class Machine:
         else:
             variant = variant._replace(capture=())
         with torch.no_grad():
-            return self.runner(variant, self.features_for(plan))(
+            return self.runner(variant, self.features_for(plan), params.tree)(
                 params.tree, inputs, max_context=max_context, capture=capture
             )
 
@@ -262,7 +268,7 @@ class Machine:
         entry[:tokens] = np.repeat(np.arange(entries), plan.query_lens)
         return HostInputs(row, accept, cu_seqlens, token_ids, entry), capture
 
-    def runner(self, variant: Variant, features: SamplerFeatures) -> StepRunner:
+    def runner(self, variant: Variant, features: SamplerFeatures, tree: dict) -> StepRunner:
         """The runner for a variant and what its sampler must do; the last one is found without hashing."""
         last_variant, last_features, runner = self.last_runner
         if last_variant is variant and last_features == features and runner is not None:
@@ -281,6 +287,10 @@ class Machine:
         )
         if spec not in self.runners:
             rows = self.resident.rows._replace(edits=self.choices_of(variant.edits))
+            functions = variant._replace(capture=())
+            if functions not in self.tried and functions != Variant():
+                try_step(tree, self.resident._replace(rows=rows), spec, traced=self.options.compile in TRACED_MODES)
+                self.tried.add(functions)
             self.runners[spec] = StepRunner(spec, self.resident._replace(rows=rows), self.options.compile, self.report)
         self.last_runner = (variant, features, self.runners[spec])
         return self.runners[spec]
