@@ -30,7 +30,7 @@ from fnllm.context import Context
 from fnllm.layers import Layers
 from fnllm.model import forward
 from fnllm.rope import make_rope
-from fnllm.score import context, packed_batch
+from fnllm.scoring import context, packed_batch
 from fnllm_weights import ModelConfig, Params, Shard, init, save
 
 DOCUMENT_BREAK = "\f"

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from fnllm.sampling import Sampling
     from fnllm.scoring import score
     from fnllm.state import State, abort, add, append, finish, fork, show, tokens, truncate
-    from fnllm.taps import Edit
+    from fnllm.capture import Capture, capture_bytes
+    from fnllm.edits import Edit, ablate, patch, steer
     from fnllm.tensor_parallel import TensorParallel, simulate
 
 _HOMES = {
@@ -34,12 +35,14 @@ _HOMES = {
     "fnllm.sampling": ("Sampling",),
     "fnllm.scoring": ("score",),
     "fnllm.state": ("State", "abort", "add", "append", "finish", "fork", "show", "tokens", "truncate"),
-    "fnllm.taps": ("Edit",),
+    "fnllm.capture": ("Capture", "capture_bytes"),
+    "fnllm.edits": ("Edit", "ablate", "patch", "steer"),
     "fnllm.tensor_parallel": ("TensorParallel", "simulate"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Capture",
     "Chunk",
     "Completion",
     "Edit",
@@ -51,19 +54,23 @@ __all__ = [
     "Sampling",
     "State",
     "TensorParallel",
+    "ablate",
     "abort",
     "add",
     "append",
+    "capture_bytes",
     "engine",
     "finish",
     "fork",
     "forward",
     "generate",
     "load",
+    "patch",
     "save",
     "score",
     "show",
     "simulate",
+    "steer",
     "stream",
     "tokens",
     "truncate",

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fnllm.rope import Rope, rope_tables
 from fnllm.sampler import History, SamplerRows, update_history
+from fnllm.taps import Choice
 
 
 class Rows(NamedTuple):
@@ -23,6 +24,7 @@ class Rows(NamedTuple):
     block_table: Int[Tensor, "R M"]
     sampler: SamplerRows
     history: History  # the tokens so far, kept for rows whose sampling looks back at them
+    edits: tuple[Choice, ...] = ()  # of each channel of edits, which rows use it and with what values
 
 
 class StepInputs(NamedTuple):
@@ -32,6 +34,8 @@ class StepInputs(NamedTuple):
     accept: Bool[Tensor, " B"]  # the sampled token becomes the row's last token
     cu_seqlens: Int[Tensor, "B_plus_1"]  # first query of each entry
     token_ids: Int[Tensor, " T"] | None  # -1: the row's last token
+    entry: Int[Tensor, " T"] | None = None  # which entry a token belongs to; B is padding
+    captured: Int[Tensor, " C"] | None = None  # tokens of the batch whose activations leave the step
 
 
 class Batch(NamedTuple):
@@ -47,6 +51,11 @@ class Batch(NamedTuple):
     cos: Float[Tensor, "T half_D"]
     sin: Float[Tensor, "T half_D"]
     max_seqlen: int  # no sequence has more queries
+
+    def take(self, index: Int[Tensor, " C"]) -> "Batch":
+        """The batch with some of its tokens, for functions that work token by token: what the head sees."""
+        names = ("token_ids", "positions", "entry", "cos", "sin")
+        return self._replace(**{name: getattr(self, name)[index] for name in names})
 
 
 def decode_batch(rows: Rows, inputs: StepInputs, rope: Rope, block_size: int) -> Batch:
@@ -73,12 +82,11 @@ def decode_batch(rows: Rows, inputs: StepInputs, rope: Rope, block_size: int) ->
 
 def ragged_batch(rows: Rows, inputs: StepInputs, rope: Rope, block_size: int, max_seqlen: int) -> Batch:
     """The batch of a step with prefill chunks: each entry has as many tokens as `cu_seqlens` says."""
-    assert inputs.token_ids is not None
+    assert inputs.token_ids is not None and inputs.entry is not None
     (num_tokens,), (num_entries,) = inputs.token_ids.shape, inputs.row.shape
     token = torch.arange(num_tokens, device=inputs.row.device)
-    entry = torch.searchsorted(inputs.cu_seqlens[1:], token, right=True)
-    real = entry < num_entries
-    entry = entry.clamp(max=num_entries - 1)
+    real = inputs.entry < num_entries
+    entry = inputs.entry.clamp(max=num_entries - 1)
     row = inputs.row[entry]
     first = inputs.cu_seqlens[entry]
     positions = torch.where(real, rows.length[row] + token - first, 0)
@@ -113,6 +121,11 @@ def slot_mapping(
     column = (positions // block_size).clamp(max=tables.shape[1] - 1)
     block = tables[entry, column].long()
     return torch.where(real & (block >= 0), block * block_size + positions % block_size, -1)
+
+
+def entry_choices(rows: Rows, row: Int[Tensor, " B"]) -> tuple[Choice, ...]:
+    """The edits of the batch's entries."""
+    return tuple(Choice(c.active[row], tuple(values[row] for values in c.values)) for c in rows.edits)
 
 
 def advance(rows: Rows, inputs: StepInputs, sampled: Int[Tensor, " B"], *, keep_history: bool) -> Rows:

@@ -1,6 +1,7 @@
 """Compiling and capturing the step (effect): one compiled function, and on a GPU one CUDA graph per bucket of sizes."""
 
 import time
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ class Bucket(NamedTuple):
 
     entries: int
     tokens: int | None
+    captured: int | None  # tokens whose activations leave the step
+    max_context: int  # no sequence is longer
 
 
 class HostInputs(NamedTuple):
@@ -31,7 +34,9 @@ class HostInputs(NamedTuple):
     row: np.ndarray
     accept: np.ndarray
     cu_seqlens: np.ndarray
-    token_ids: np.ndarray | None
+    token_ids: np.ndarray | None = None
+    entry: np.ndarray | None = None
+    captured: np.ndarray | None = None
 
 
 def ladder(largest: int, smallest: int = 1) -> tuple[int, ...]:
@@ -64,11 +69,11 @@ class Resident(NamedTuple):
 
 
 def advance_in_place(
-    tree: dict, resident: Resident, inputs: StepInputs, *, spec: StepSpec, max_seqlen: int
+    tree: dict, resident: Resident, inputs: StepInputs, *, spec: StepSpec, max_seqlen: int, max_context: int
 ) -> StepOutput:
     """`step`, with the new rows written over the old ones: what is compiled and captured."""
     cache, rows, rope = resident
-    moved, output = step(tree, cache, rows, inputs, rope, spec=spec, max_seqlen=max_seqlen)
+    moved, output = step(tree, cache, rows, inputs, rope, spec=spec, max_seqlen=max_seqlen, max_context=max_context)
     write_over(rows, moved)
     return output
 
@@ -102,11 +107,12 @@ class StepRunner:
         self.device = resident.rows.length.device
         self.graphs: dict[Bucket, Captured] = {}
         self.pool = torch.cuda.graph_pool_handle() if mode in ("graphs", "reduce-overhead") else None
-        self.compiled: dict[bool, Callable[..., StepOutput]] = {}
+        self.compiled: dict[tuple[bool, int], Callable[..., StepOutput]] = {}
 
-    def __call__(self, tree: dict, host: HostInputs, *, capture: bool) -> StepOutput:
+    def __call__(self, tree: dict, host: HostInputs, *, max_context: int, capture: bool) -> StepOutput:
         """Run one step. With `capture` its bucket is replayed as a CUDA graph; its outputs last until the next step."""
-        bucket = Bucket(len(host.row), None if host.token_ids is None else len(host.token_ids))
+        tokens, captured_tokens = (None if x is None else len(x) for x in (host.token_ids, host.captured))
+        bucket = Bucket(len(host.row), tokens, captured_tokens, max_context)
         if not capture or self.mode not in ("graphs", "reduce-overhead"):
             inputs = StepInputs(*(None if x is None else self.upload(x) for x in host))
             return self.function(bucket)(tree, self.resident, inputs)
@@ -119,17 +125,19 @@ class StepRunner:
 
     def function(self, bucket: Bucket) -> Callable[..., StepOutput]:
         """The step as a function of (tree, resident, inputs): eager, or compiled once for all sizes but one entry."""
-        single = bucket.entries == 1  # torch.compile specialises on size one
-        if single not in self.compiled:
+        kind = (bucket.entries == 1, bucket.max_context)  # torch.compile specialises on size one
+        if kind not in self.compiled:
 
             def run(tree: dict, resident: Resident, inputs: StepInputs) -> StepOutput:
                 longest = 1 if inputs.token_ids is None else inputs.token_ids.shape[0]
-                return advance_in_place(tree, resident, inputs, spec=self.spec, max_seqlen=longest)
+                return advance_in_place(tree, resident, inputs, spec=self.spec, max_seqlen=longest, max_context=bucket.max_context)
 
             if self.mode in ("inductor", "reduce-overhead"):
-                run = torch.compile(run, fullgraph=True, dynamic=None)
-            self.compiled[single] = run
-        return self.compiled[single]
+                # a code object of its own, since torch.compile counts recompilations by it
+                own = types.FunctionType(run.__code__.replace(), run.__globals__, "step", None, run.__closure__)
+                run = torch.compile(own, fullgraph=True, dynamic=None)
+            self.compiled[kind] = run
+        return self.compiled[kind]
 
     def upload(self, x: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(x)
@@ -172,6 +180,8 @@ def padding_like(host: HostInputs, rows: Rows) -> HostInputs:
         accept=np.zeros_like(host.accept),
         cu_seqlens=host.cu_seqlens if host.token_ids is None else np.zeros_like(host.cu_seqlens),
         token_ids=None if host.token_ids is None else np.zeros_like(host.token_ids),
+        entry=None if host.entry is None else np.full_like(host.entry, len(host.row)),
+        captured=None if host.captured is None else np.zeros_like(host.captured),
     )
 
 

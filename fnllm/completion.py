@@ -39,6 +39,7 @@ class Completion:
     cached_tokens: int = 0  # prompt tokens whose keys and values were found in the prefix cache
     timings: Timings = Timings()
     captured: dict[str, Any] = field(default_factory=dict)  # site -> Float[Tensor, "tokens width"]
+    captured_at: tuple[int, ...] = ()  # positions of those tokens in prompt and output
     error: Exception | None = None  # set when finish_reason is "error"
 
     @property

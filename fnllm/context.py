@@ -24,6 +24,7 @@ class Context(NamedTuple):
     batch: Batch
     cache: KVCache | None  # None: score without a cache, every sequence whole
     backend: str  # of paged attention
+    max_context: int  # no sequence of the batch has more keys; 0: as many as the block tables hold
     metadata: dict[int, Tensor | None] | None  # of the attention backend, by sliding window, made once a step
     taps: Taps
     layer: int = -1  # index of the decoder layer; -1 outside
@@ -31,4 +32,4 @@ class Context(NamedTuple):
     def tap(self, name: str, x: Tensor) -> Tensor:
         """Let taps see, and edit, an activation: `name` is the last part of a site such as `layers.3.resid_mid`."""
         site = name if self.layer < 0 else f"layers.{self.layer}.{name}"
-        return self.taps(site, x, self.batch)
+        return self.taps(site, x, self)

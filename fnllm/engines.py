@@ -9,6 +9,8 @@ import numpy as np
 from fnllm_weights import Params
 
 from fnllm import scheduler
+from fnllm.capture import NOTHING, Capture, CapturedRows, as_capture, captured_rows, expand, needs_whole_prompt, union_of_sites
+from fnllm.edits import Edit, channels_of, edit_key, placed
 from fnllm.distributed import world
 from fnllm.layers import Layers
 from fnllm.machine import Job, Machine, Variant, looks_back
@@ -18,7 +20,6 @@ from fnllm.sampler import child_seed
 from fnllm.sampling import Sampling
 from fnllm.scheduler import Events, Plan, Request, SchedulerConfig
 from fnllm.state import State
-from fnllm.taps import Edit, check_sites
 from fnllm.tensor_parallel import TensorParallel
 
 
@@ -27,6 +28,7 @@ class Flight(NamedTuple):
 
     plan: Plan
     results: Readback
+    captured: tuple[CapturedRows, ...] = ()
 
 
 class StepEvents(NamedTuple):
@@ -35,13 +37,17 @@ class StepEvents(NamedTuple):
     events: Events
     plan: Plan
     results: Readback
+    captured: tuple[CapturedRows, ...] = ()  # whose the rows of `results.captured` are
 
 
 class Engine:
     """Parameters, a variant of the layer functions, and the machine they run on. States are values outside of it."""
 
-    def __init__(self, params: Params, machine: Machine, variant: Variant):
+    def __init__(
+        self, params: Params, machine: Machine, variant: Variant, edits: tuple[Edit, ...] = (), capture: Capture = NOTHING
+    ):
         self.params, self.machine, self.variant = params, machine, variant
+        self.edits, self.capture = edits, capture  # of a request that does not choose
 
     @property
     def limits(self) -> SchedulerConfig:
@@ -59,14 +65,29 @@ class Engine:
 
     def init(self) -> State:
         """A state without requests and with an empty prefix cache."""
-        return State(scheduler.init(self.limits), self.machine.clock)
+        return State(scheduler.init(self.limits), self.machine.clock, self.variant)
 
     def request(
-        self, prompt: Iterable[int], sampling: Sampling, *, seed: int = 0, sample: int = 0, cache_tag: Any = None
+        self,
+        prompt: Iterable[int],
+        sampling: Sampling,
+        *,
+        seed: int = 0,
+        sample: int = 0,
+        cache_tag: Any = None,
+        edits: Iterable[Edit] | None = None,
+        capture: Capture | Iterable[str] | None = None,
     ) -> Request:
         """A request for `add`. `sample` is the number of this copy among a prompt's n; `cache_tag` keeps requests apart
-        in the prefix cache that must not share blocks."""
+        in the prefix cache that must not share blocks. `edits` and `capture`, out of what the engine was built for, are
+        the engine's own when None. Raises ValueError for others.
+        """
         prompt, config = tuple(prompt), self.params.config
+        edits = self.edits if edits is None else tuple(edits)
+        placed(edits, self.variant.edits)
+        capture = self.capture if capture is None else expand(config, as_capture(capture))
+        if missing := set(capture.sites) - set(self.variant.capture):
+            raise ValueError(f"this engine was not built to capture {sorted(missing)}; name them in engine(capture=...)")
         stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(config.eos_token_ids))
         return Request(
             prompt=prompt,
@@ -76,12 +97,18 @@ class Engine:
             cache_key=scheduler.make_cache_key(
                 params=self.machine.version_of(self.params),
                 layers=self.variant.layers,
-                edits=self.variant.edits,
+                edits=edit_key(edits),
                 tag=cache_tag,
             ),
-            # A captured or scored prompt must be computed, not found.
-            use_cache=not self.variant.capture,
-            payload=Job(sampling, child_seed(seed if sampling.seed is None else sampling.seed, sample), len(prompt)),
+            # What is captured must be computed, not found.
+            use_cache=not needs_whole_prompt(capture, len(prompt)),
+            payload=Job(
+                sampling,
+                child_seed(seed if sampling.seed is None else sampling.seed, sample),
+                len(prompt),
+                edits=edits,
+                capture=capture,
+            ),
             keep=True,
         )
 
@@ -92,21 +119,29 @@ class Engine:
 
     def launch(self, state: State) -> tuple[State, Flight | None]:
         """Schedule a step and start it. The state then waits for `collect`; one more step may be launched before."""
+        if state.variant != self.variant:
+            raise ValueError(
+                "this state belongs to an engine with other layers, edits or captures, and its cache holds what those "
+                "computed; continue it there, or add its tokens to a state of this engine"
+            )
         if state.clock != self.machine.clock:
             state = self.recover(state)
         planned, plan = scheduler.schedule(state.scheduler)
         if plan is None:
             return replace(state, scheduler=planned), None
-        output = self.machine.execute(self.params, self.variant, plan, lambda seq_id: job_of(planned, seq_id))
-        results = read_back(output, int(plan.query_lens.sum()))
-        return State(planned, self.machine.clock), Flight(plan, results)
+        tokens, owners = np.zeros(0, np.int64), ()
+        if self.variant.capture:
+            tokens, owners = captured_rows(lambda seq_id: capture_of(planned, seq_id), plan)
+        output = self.machine.execute(self.params, self.variant, plan, lambda seq_id: job_of(planned, seq_id), tokens)
+        results = read_back(output, len(tokens))
+        return replace(state, scheduler=planned, clock=self.machine.clock), Flight(plan, results, owners)
 
     def collect(self, state: State, flight: Flight) -> tuple[State, StepEvents]:
         """Wait for a launched step and take its tokens into the state."""
         with self.machine.watch:
             ids = flight.results.wait()[: len(flight.plan.rows)].astype(np.int32)
         committed, events = scheduler.commit(state.scheduler, flight.plan, ids)
-        return replace(state, scheduler=committed), StepEvents(events, flight.plan, flight.results)
+        return replace(state, scheduler=committed), StepEvents(events, flight.plan, flight.results, flight.captured)
 
     def recover(self, state: State) -> State:
         """Continue a state that the machine has left since: blocks written by others are forgotten and computed anew."""
@@ -115,7 +150,7 @@ class Engine:
         running = [int(seq_id) for seq_id in settled.rows.seq_id if seq_id >= 0]
         for seq_id in sorted(running, reverse=True):  # the oldest ends up first in line
             settled = scheduler.park(settled, seq_id)
-        return State(settled, self.machine.clock)
+        return replace(state, scheduler=settled, clock=self.machine.clock)
 
 
 def job_of(state: scheduler.SchedulerState, seq_id: int) -> Job:
@@ -124,12 +159,18 @@ def job_of(state: scheduler.SchedulerState, seq_id: int) -> Job:
     return job._replace(tokens=scheduler.tokens(state, seq_id)) if looks_back(job.sampling) else job
 
 
+def capture_of(state: scheduler.SchedulerState, seq_id: int) -> tuple[Capture, int]:
+    """What is captured of a sequence, and its prompt's length."""
+    job: Job = state.sequences[seq_id].request.payload
+    return job.capture, job.prompt_length
+
+
 def engine(
     params: Params,
     *,
     layers: Layers | None = None,
     edits: Iterable[Edit] = (),
-    capture: Iterable[str] = (),
+    capture: Capture | Iterable[str] | None = None,
     tp: TensorParallel | None = None,
     report: Callable[[str], None] | None = None,
     **options: Any,
@@ -137,18 +178,32 @@ def engine(
     """An engine for these parameters; `options` are those of `EngineOptions`.
 
     Engines of one `params` with equal options share a machine, so that another one costs nothing: no pool, no compiling
-    of what is compiled. A swapped layer or an edit has steps of its own and never sees others' cached prefixes.
+    of what is compiled. A swapped layer has steps of its own and never sees others' cached prefixes. `edits` and
+    `capture` are what each request gets; one may choose others of the same functions, shapes and sites.
     """
-    wanted = EngineOptions(**options)
-    variant = Variant(layers or Layers(), tuple(edits), tuple(capture))
-    check_sites(params.config, (*variant.capture, *(edit.site for edit in variant.edits)))
+    edits, capture = tuple(edits), expand(params.config, as_capture(capture))
+    variant = Variant(layers or Layers(), channels_of([edits]), union_of_sites([capture]))
+    machine = machine_for(params, variant, tp, report, EngineOptions(**options))
+    return Engine(params, machine, variant, edits, capture)
+
+
+def machine_for(
+    params: Params,
+    variant: Variant,
+    tp: TensorParallel | None,
+    report: Callable[[str], None] | None,
+    wanted: EngineOptions,
+) -> Machine:
+    """The machine of these parameters and options, built at first use, with the variant's names checked."""
+    for channel in variant.edits:
+        expand(params.config, Capture(channel.site))
     tp = tp or world(params.shard)
     workspace = {} if params.workspace is None else params.workspace
     key = (wanted, tp)
     if key not in workspace:
         resolved = resolve(wanted, params.config, params.tree["embed"].device.type == "cuda")
         workspace[key] = Machine(params, resolved, tp, report or (say if tp.rank == 0 else quiet))
-    return Engine(params, workspace[key], variant)
+    return workspace[key]
 
 
 def quiet(line: str) -> None:

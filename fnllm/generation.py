@@ -2,19 +2,24 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fnllm_weights import Params
 
 from fnllm.completion import Chunk, Completion, failed
 from fnllm.distributed import agree
-from fnllm.engines import Flight, engine
+from fnllm.capture import capture_bytes, captures_of_each, expand, union_of_sites
+from fnllm.edits import Edit, channels_of, edits_of_each
+from fnllm.engines import Engine, Flight, machine_for
 from fnllm.layers import Layers
+from fnllm.machine import Machine, Variant
+from fnllm.options import EngineOptions
 from fnllm.progress import Meter, is_terminal
 from fnllm.prompts import normalise, pair_sampling
 from fnllm.sampling import Sampling, check_sampling
+from fnllm.scoring import prompt_logprobs
 from fnllm.state import abort, add
-from fnllm.taps import Edit
 from fnllm.tracks import Track, absorb, track
 
 
@@ -24,8 +29,8 @@ def generate(
     sampling: Sampling | Sequence[Sampling] | None = None,
     *,
     layers: Layers | None = None,
-    edits: Sequence[Edit] = (),
-    capture: Sequence[str] = (),
+    edits: Sequence[Any] = (),
+    capture: Any = None,
     seed: int | None = None,
     chat: Mapping[str, Any] | None = None,
     errors: str = "raise",
@@ -35,9 +40,11 @@ def generate(
     """Complete each prompt: text, token ids, or a chat; one prompt, or a list of them.
 
     `sampling` is one for all or a list with one each; with `n` > 1 a prompt's samples follow one another in the result.
-    `layers` swaps layer functions, `edits` change activations, `capture` returns them; `seed` makes the whole call
-    repeatable (requests with a seed of their own always are). Under torchrun every rank makes the same call and gets the
-    same completions; calls that differ are refused on all of them. `chat` are options of the chat template. With
+    `layers` swaps layer functions. `edits` (see `Edit`) change activations: some for all prompts, or a list with some (or
+    None) for each. `capture` returns activations in `Completion.captured`: sites or a `Capture` for all prompts, or a
+    list with a `Capture` or None for each. `seed` makes the whole call repeatable (requests with a seed of their own
+    always are). Under torchrun every rank makes the same call and gets the same completions; calls that differ are refused
+    on all of them. `chat` are options of the chat template. With
     errors="return" a refused request's completion carries its error and the others run. `options` are those of
     `EngineOptions`. Raises TypeError or ValueError that names the argument, before anything runs.
     """
@@ -54,8 +61,8 @@ def stream(
     sampling: Sampling | Sequence[Sampling] | None = None,
     *,
     layers: Layers | None = None,
-    edits: Sequence[Edit] = (),
-    capture: Sequence[str] = (),
+    edits: Sequence[Any] = (),
+    capture: Any = None,
     seed: int | None = None,
     chat: Mapping[str, Any] | None = None,
     errors: str = "raise",
@@ -73,8 +80,8 @@ def serve(
     prompts: Any,
     sampling: Sampling | Sequence[Sampling] | None,
     layers: Layers | None,
-    edits: Sequence[Edit],
-    capture: Sequence[str],
+    edits: Sequence[Any],
+    capture: Any,
     seed: int | None,
     chat: Mapping[str, Any] | None,
     errors: str,
@@ -97,9 +104,12 @@ def serve(
     )
     found = normalise(prompts, params.tokenizer, params.config.vocab_size, errors=errors, chat=chat)
     settings = pair_sampling(len(found.ids), sampling)
-    worker = engine(params, layers=layers, edits=edits, capture=capture, **options)
+    chosen = edits_of_each(edits, len(found.ids))
+    looked = [expand(params.config, one) for one in captures_of_each(capture, len(found.ids))]
+    variant = Variant(layers or Layers(), channels_of(chosen), union_of_sites(looked))
+    worker = Engine(params, machine_for(params, variant, None, None, EngineOptions(**options)), variant)
     machine = worker.machine
-    state = machine.idle or worker.init()
+    state = replace(machine.idle, variant=variant) if machine.idle else worker.init()
     machine.idle = None  # until this call has ended well
     tracks: dict[int, Track] = {}
     refused: list[Chunk] = []
@@ -109,12 +119,29 @@ def serve(
                 raise ids
             check_sampling(setting, vocab_size=params.config.vocab_size, has_tokenizer=params.tokenizer is not None)
             for sample in range(setting.n):
-                state, seq_id = add(state, worker.request(ids, setting, seed=seed + index, sample=sample))
-                tracks[seq_id] = track(params, index, sample, ids, setting, live, time.perf_counter())
+                request = worker.request(
+                    ids, setting, seed=seed + index, sample=sample, edits=chosen[index], capture=looked[index]
+                )
+                state, seq_id = add(state, request)
+                tracks[seq_id] = track(params, index, sample, ids, setting, live, time.perf_counter(), looked[index])
         except (TypeError, ValueError) as error:
             if errors == "raise":
                 raise
             refused.append(Chunk(index=index, completion=failed(error)))
+    if variant.capture:
+        machine.reserve_for_captures(
+            sum(
+                capture_bytes(
+                    params.config,
+                    one.capture,
+                    prompt_tokens=len(one.prompt),
+                    new_tokens=one.sampling.max_tokens,
+                    dtype=machine.dtype,
+                )
+                for one in tracks.values()
+            )
+        )
+    score_prompts(params, layers, tracks, chosen, machine)
     yield from refused
     shown = params.shard.rank == 0 and (is_terminal() if progress is None else progress)
     meter = Meter(len(tracks)) if shown else None
@@ -142,3 +169,29 @@ def serve(
         machine.idle = state
         if meter is not None:
             meter.close()
+
+
+def score_prompts(
+    params: Params,
+    layers: Layers | None,
+    tracks: Mapping[int, Track],
+    edits: Sequence[Sequence[Edit]],
+    machine: Machine,
+) -> None:
+    """Give the tracks that asked for it their prompts' log-probabilities, by `score`, whatever the prefix cache holds."""
+    asked = {one.index: one for one in tracks.values() if one.sampling.prompt_logprobs is not None}
+    if not asked:
+        return
+    found = prompt_logprobs(
+        params,
+        [one.prompt for one in asked.values()],
+        [one.sampling.prompt_logprobs or 0 for one in asked.values()],
+        layers=layers,
+        edits=[edits[index] for index in asked],
+        numerics=machine.options.numerics,
+        max_batched_tokens=machine.options.max_num_batched_tokens,
+        tp=machine.tp,
+    )
+    of_prompt = dict(zip(asked, found, strict=True))
+    for one in tracks.values():
+        one.prompt_logprobs = of_prompt.get(one.index)

@@ -13,31 +13,35 @@ from fnllm_weights.params import walk
 
 from fnllm.batch import Rows
 from fnllm.cache import allocate, block_bytes, blocks_that_fit
+from fnllm.capture import NOTHING, Capture
 from fnllm.compiled import HostInputs, Resident, StepRunner, ladder, round_up
 from fnllm.distributed import least
+from fnllm.edits import Channel, Edit
 from fnllm.layers import Layers
+from fnllm.numerics import exchanges_for, layers_for
 from fnllm.options import EngineOptions, blocks_for_load
 from fnllm.rope import make_rope
-from fnllm.rows import empty_rows, send, write_joins, write_tables
+from fnllm.rows import empty_choices, empty_rows, send, write_choices, write_joins, write_tables
 from fnllm.sampler import SamplerFeatures, features_of, rounded, rows_from_sampling, union, widen_rows
 from fnllm.sampling import Sampling
 from fnllm.scheduler import Plan
 from fnllm.state import State
 from fnllm.step import StepOutput, StepSpec
-from fnllm.taps import Edit
+from fnllm.taps import Choice
 from fnllm.tensor_parallel import TensorParallel
 from fnllm.watch import watch
 
 CAPTURED_PREFILL = (64, 128, 256, 512, 1024, 2048)  # prefill steps up to the last of these are replayed as graphs
 CAPTURED_ENTRIES = 8  # ... when they hold at most so many sequences
+SHORT_CONTEXT = 2048  # decode steps of only shorter sequences have graphs of their own: attention divides work otherwise
 
 
 class Variant(NamedTuple):
     """What a caller may change about the computation without touching the machine."""
 
     layers: Layers = Layers()
-    edits: tuple[Edit, ...] = ()
-    capture: tuple[str, ...] = ()
+    edits: tuple[Channel, ...] = ()  # which its requests may use
+    capture: tuple[str, ...] = ()  # sites, of which its requests may ask
 
 
 class Job(NamedTuple):
@@ -47,6 +51,8 @@ class Job(NamedTuple):
     seed: int
     prompt_length: int
     tokens: tuple[int, ...] = ()  # the known tokens, for rows that look back at them
+    edits: tuple[Edit, ...] = ()
+    capture: Capture = NOTHING
 
 
 class Machine:
@@ -57,9 +63,7 @@ class Machine:
         self.config, self.options, self.tp, self.report = params.config, options, tp, report
         self.sizes = local_sizes(params.config, params.shard)
         self.device, self.dtype = weight.device, weight.dtype
-        self.backend = options.attention or default_backend(
-            self.device, self.dtype, params.config.head_dim, options.block_size
-        )
+        self.backends = self.attention_backends()
         self.vocab_limit = params.config.vocab_size
         if params.tokenizer is not None:
             self.vocab_limit = min(self.vocab_limit, params.tokenizer.num_ids)
@@ -70,6 +74,8 @@ class Machine:
         rows = empty_rows(options.max_num_seqs, max_blocks, options.max_model_len, self.device)
         self.resident = Resident(cache, rows, make_rope(params.config, self.device))
         self.runners: dict[StepSpec, StepRunner] = {}
+        self.last_runner: tuple[Variant | None, SamplerFeatures | None, StepRunner | None] = (None, None, None)
+        self.choices: dict[tuple[Channel, ...], tuple[Choice, ...]] = {(): ()}  # of each row, for each set of channels
         self.features: list[SamplerFeatures] = [SamplerFeatures()] * options.max_num_seqs  # of each row
         self.batch_rows, self.batch_features = np.zeros(0, np.int32), SamplerFeatures()
         self.entry_sizes = ladder(options.max_num_seqs)
@@ -82,6 +88,16 @@ class Machine:
         self.idle: State | None = None  # where the last `generate` ended, with its prefix cache
         self.seen_leaves: list[tuple[torch.Tensor, int]] = []
         self.params_version = 0
+
+    def attention_backends(self) -> tuple[str, str]:
+        """The backends of decode steps and of steps with prefill chunks.
+
+        FlashAttention prefills faster; for decode the project's own kernel is faster (benchmarks/results/kernels.json).
+        """
+        if self.options.attention is not None:
+            return self.options.attention, self.options.attention
+        best = default_backend(self.device, self.dtype, self.config.head_dim, self.options.block_size)
+        return ("triton" if best in ("fa3", "fa2") else best), best
 
     def affordable_blocks(self) -> int:
         """Blocks for the pool from the memory that is free now."""
@@ -100,6 +116,16 @@ class Machine:
             needed=blocks_for_load(options.max_model_len, options.max_num_seqs, options.block_size),
         )
 
+    def reserve_for_captures(self, needed: int) -> None:
+        """Say how many bytes captured activations will take; ValueError when the device has not that much free."""
+        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else host_memory()
+        if needed > free:
+            raise ValueError(
+                f"capture would take up to {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free on {self.device}; ask for "
+                "fewer sites, positions or new tokens, or give a Capture per prompt"
+            )
+        self.report(f"captured activations take at most {needed / 1e6:.1f} MB on {self.device}")
+
     def version_of(self, params: Params) -> int:
         """A number that changes whenever a weight does: another tensor, or the same one written in place."""
         leaves = [(leaf, -1 if leaf.is_inference() else leaf._version) for _, leaf in walk(params.tree)]
@@ -109,15 +135,28 @@ class Machine:
             self.params_version += 1
         return self.params_version
 
-    def execute(self, params: Params, variant: Variant, plan: Plan, job_of: Callable[[int], Job]) -> StepOutput:
-        """Carry out one plan. The output lies in buffers that the next step writes over."""
-        self.clock += 1
-        self.apply(plan, job_of)
-        inputs, capture = self.host_inputs(plan)
-        with torch.no_grad():
-            return self.runner(variant, self.features_for(plan))(params.tree, inputs, capture=capture)
+    def execute(
+        self, params: Params, variant: Variant, plan: Plan, job_of: Callable[[int], Job], captured: np.ndarray
+    ) -> StepOutput:
+        """Carry out one plan; `captured` are the tokens of its batch whose activations are asked for.
 
-    def apply(self, plan: Plan, job_of: Callable[[int], Job]) -> None:
+        The output lies in buffers that the next step writes over.
+        """
+        self.clock += 1
+        self.apply(plan, job_of, variant.edits)
+        inputs, capture = self.host_inputs(plan)
+        length = int((plan.starts + plan.query_lens).max())
+        max_context = SHORT_CONTEXT if length <= SHORT_CONTEXT < self.options.max_model_len else self.options.max_model_len
+        if len(captured):
+            inputs = inputs._replace(captured=pad_to_power(captured))
+        else:
+            variant = variant._replace(capture=())
+        with torch.no_grad():
+            return self.runner(variant, self.features_for(plan))(
+                params.tree, inputs, max_context=max_context, capture=capture
+            )
+
+    def apply(self, plan: Plan, job_of: Callable[[int], Job], channels: tuple[Channel, ...]) -> None:
         """Bring cache and rows to where the plan starts: block copies, joining rows, grown block tables."""
         source, target = plan.copies
         if len(source):
@@ -126,7 +165,9 @@ class Machine:
                 copy_blocks(k, v, at, to)
             self.written[target] = self.clock
         if plan.joins:
-            self.join(plan, [job_of(join.seq_id) for join in plan.joins])
+            jobs = [job_of(join.seq_id) for join in plan.joins]
+            self.join(plan, jobs)
+            write_choices(self.choices_of(channels), channels, [join.row for join in plan.joins], [job.edits for job in jobs])
         row, column, block = plan.table_updates
         if len(row):
             write_tables(self.resident.rows, row, column, block)
@@ -160,6 +201,12 @@ class Machine:
             [job.tokens if looks_back(job.sampling) else () for job in jobs],
         )
 
+    def choices_of(self, channels: tuple[Channel, ...]) -> tuple[Choice, ...]:
+        """The rows' choices among these channels."""
+        if channels not in self.choices:
+            self.choices[channels] = empty_choices(channels, self.options.max_num_seqs + 1, self.device)
+        return self.choices[channels]
+
     def widen(self, features: SamplerFeatures) -> None:
         """Make room in the rows for longer lists of stop ids and biases; graphs that hold the old rows are dropped."""
         self.batch_features = features
@@ -168,6 +215,7 @@ class Machine:
             rows = self.resident.rows._replace(sampler=widen_rows(sampler, features))
             self.resident = self.resident._replace(rows=rows)
             self.runners.clear()
+            self.last_runner = (None, None, None)
 
     def features_for(self, plan: Plan) -> SamplerFeatures:
         """What the sampler must do for the rows of this plan; looked up again only when the rows change."""
@@ -207,22 +255,28 @@ class Machine:
         cu_seqlens = np.empty(size + 1, np.int32)
         if decode:
             cu_seqlens[:] = np.arange(size + 1)
-            return HostInputs(row, accept, cu_seqlens, None), capture
+            return HostInputs(row, accept, cu_seqlens), capture
         cu_seqlens[0] = 0
         np.cumsum(plan.query_lens, out=cu_seqlens[1 : entries + 1])
         cu_seqlens[entries + 1 :] = tokens
         token_ids = np.zeros(length, np.int64)
         token_ids[: plan.num_decode] = -1  # the row's last token
         token_ids[plan.num_decode : tokens] = plan.prefill_tokens
-        return HostInputs(row, accept, cu_seqlens, token_ids), capture
+        entry = np.full(length, size, np.int64)
+        entry[:tokens] = np.repeat(np.arange(entries), plan.query_lens)
+        return HostInputs(row, accept, cu_seqlens, token_ids, entry), capture
 
     def runner(self, variant: Variant, features: SamplerFeatures) -> StepRunner:
+        """The runner for a variant and what its sampler must do; the last one is found without hashing."""
+        last_variant, last_features, runner = self.last_runner
+        if last_variant is variant and last_features == features and runner is not None:
+            return runner
         spec = StepSpec(
             config=self.config,
             sizes=self.sizes,
-            layers=variant.layers,
-            tp=self.tp,
-            backend=self.backend,
+            layers=layers_for(variant.layers, self.options.numerics),
+            tp=exchanges_for(self.tp, self.options.numerics),
+            backends=self.backends,
             block_size=self.options.block_size,
             vocab_limit=self.vocab_limit,
             features=features,
@@ -230,8 +284,17 @@ class Machine:
             edits=variant.edits,
         )
         if spec not in self.runners:
-            self.runners[spec] = StepRunner(spec, self.resident, self.options.compile, self.report)
+            rows = self.resident.rows._replace(edits=self.choices_of(variant.edits))
+            self.runners[spec] = StepRunner(spec, self.resident._replace(rows=rows), self.options.compile, self.report)
+        self.last_runner = (variant, features, self.runners[spec])
         return self.runners[spec]
+
+
+def pad_to_power(tokens: np.ndarray) -> np.ndarray:
+    """Token numbers padded with 0 to a power of two of at least 8, so that few sizes are compiled."""
+    padded = np.zeros(max(8, 1 << (len(tokens) - 1).bit_length()), np.int64)
+    padded[: len(tokens)] = tokens
+    return padded
 
 
 def looks_back(sampling: Sampling) -> bool:

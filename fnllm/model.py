@@ -1,13 +1,10 @@
 """The model: one function over a parameter tree. Reading order: `forward`, then `layers.py`."""
 
-from fnllm_weights import ModelConfig
 from jaxtyping import Float
 from torch import Tensor
 
-from fnllm.batch import Batch
-from fnllm.cache import KVCache
 from fnllm.context import Context
-from fnllm.layers import Layers
+from fnllm.layers import add_norm
 
 
 def forward(tree: dict, ctx: Context) -> Float[Tensor, "T H"]:
@@ -21,22 +18,22 @@ def forward(tree: dict, ctx: Context) -> Float[Tensor, "T H"]:
     residual = None
     for index, p in enumerate(tree["layers"]):
         at = ctx._replace(layer=index)
-        h, residual = add_norm(p["input_norm"], x, residual, "resid_pre", at)
+        h, residual = tapped_add_norm(p["input_norm"], x, residual, "resid_pre", at)
         h = at.tap("attn_out", layers.attention(p, h, at))
-        h, residual = add_norm(p["post_norm"], h, residual, "resid_mid", at)
+        h, residual = tapped_add_norm(p["post_norm"], h, residual, "resid_mid", at)
         feed_forward = layers.moe if "router" in p else layers.mlp
         x = at.tap("mlp_out", feed_forward(p, h, at))
         if at.taps.wants(f"layers.{index}.resid_post"):
             x, residual = at.tap("resid_post", residual + x), None
-    hidden, _ = add_norm(tree["norm"], x, residual, None, ctx)
+    hidden, _ = add_norm(tree["norm"], x, residual, ctx)
     return ctx.tap("final_norm", hidden)
 
 
-def add_norm(
-    weight: Float[Tensor, " H"], x: Float[Tensor, "T H"], residual: Float[Tensor, "T H"] | None, site: str | None, ctx: Context
+def tapped_add_norm(
+    weight: Float[Tensor, " H"], x: Float[Tensor, "T H"], residual: Float[Tensor, "T H"] | None, site: str, ctx: Context
 ) -> tuple[Float[Tensor, "T H"], Float[Tensor, "T H"]]:
-    """Add a sublayer's output to the residual stream and norm the sum: (normed, stream)."""
-    residual = x if residual is None else residual + x
-    if site is not None:
-        residual = ctx.tap(site, residual)
+    """`add_norm`, with the stream seen at `site` between the addition and the norm."""
+    if not ctx.taps.wants(f"layers.{ctx.layer}.{site}"):
+        return add_norm(weight, x, residual, ctx)
+    residual = ctx.tap(site, x if residual is None else residual + x)
     return ctx.layers.norm(weight, residual, ctx), residual

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fnllm_weights import ModelConfig
 
 from fnllm.compiled import COMPILE_MODES
+from fnllm.numerics import BACKEND, check_numerics
 from fnllm.sampling import named_options
 
 
@@ -25,6 +26,7 @@ class EngineOptions:
     max_chunk: int | None = None  # tokens of one prefill chunk; None: the whole budget
     compile: str | None = None  # none, graphs, inductor, reduce-overhead; None: reduce-overhead on a GPU, none on a CPU
     attention: str | None = None  # backend: reference, triton, fa3, fa2; None: the best that is installed
+    numerics: str = "default"  # batch_invariant: a request's bits do not depend on what runs beside it
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "max_chunk"):
@@ -35,18 +37,29 @@ class EngineOptions:
             raise ValueError(f"utilization must be above 0 and at most 1, found {self.utilization!r}")
         if self.compile is not None and self.compile not in COMPILE_MODES:
             raise ValueError(f"compile must be one of {', '.join(COMPILE_MODES)}, found {self.compile!r}")
+        check_numerics(self.numerics)
+        if self.numerics == "batch_invariant" and self.compile in ("inductor", "reduce-overhead"):
+            raise ValueError(
+                f"numerics='batch_invariant' runs the functions as they are, with compile='none' or 'graphs': code that is "
+                f"fused anew for other sizes rounds otherwise; found compile={self.compile!r}"
+            )
+        if self.numerics == "batch_invariant" and self.attention not in (None, BACKEND):
+            raise ValueError(f"numerics='batch_invariant' has an attention of its own; found attention={self.attention!r}")
 
 
 def resolve(options: EngineOptions, config: ModelConfig, on_gpu: bool) -> EngineOptions:
     """The options with every size but `num_blocks` and `attention` decided."""
     block_size = options.block_size or (64 if on_gpu else 16)
+    invariant = options.numerics == "batch_invariant"
+    fastest = "none" if not on_gpu else "graphs" if invariant else "reduce-overhead"
     return dataclasses.replace(
         options,
         max_model_len=options.max_model_len or config.max_position_embeddings,
         max_num_batched_tokens=options.max_num_batched_tokens or (8192 if on_gpu else 2048),
         block_size=block_size,
         utilization=options.utilization or (0.9 if on_gpu else 0.2),
-        compile=options.compile or ("reduce-overhead" if on_gpu else "none"),
+        compile=options.compile or fastest,
+        attention=BACKEND if invariant else options.attention,
     )
 
 

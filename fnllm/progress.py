@@ -1,9 +1,10 @@
 """One line on a terminal that says how far a call is, with prefill and decode tokens/s."""
 
+import shutil
 import sys
 import time
 from dataclasses import dataclass, replace
-from typing import TextIO
+from typing import Any
 
 from fnllm.scheduler import Plan
 
@@ -20,7 +21,6 @@ class Progress:
     decode_tokens: int = 0
     prefill_seconds: float = 0.0  # of the steps that read prompt tokens
     decode_seconds: float = 0.0  # of the steps that gave new tokens
-    drawn_at: float = float("-inf")  # clock of the last redraw
 
 
 def advance(progress: Progress, *, seconds: float, prefill: int = 0, decode: int = 0, finished: int = 0) -> Progress:
@@ -45,60 +45,58 @@ def line(progress: Progress, width: int = 79) -> str:
     '1/4 [#####               ] prefill 1,200 tok/s, decode 6 tok/s, 3 new tokens'
     """
     full = 20 * progress.finished // max(1, progress.requests)
-    parts = (f"{progress.finished}/{progress.requests} [{'#' * full:20}] "
-             f"prefill {_rate(progress.prefill_tokens, progress.prefill_seconds)}, "
-             f"decode {_rate(progress.decode_tokens, progress.decode_seconds)}, "
-             f"{progress.decode_tokens:,} new tokens")
-    return parts[:width]
+    return (
+        f"{progress.finished}/{progress.requests} [{'#' * full:20}] "
+        f"prefill {rate(progress.prefill_tokens, progress.prefill_seconds)}, "
+        f"decode {rate(progress.decode_tokens, progress.decode_seconds)}, {progress.decode_tokens:,} new tokens"
+    )[:width]
 
 
-def is_terminal(stream: TextIO | None = None) -> bool:
-    """Whether a progress line makes sense on the stream (stderr if none is given)."""
+def rate(tokens: int, seconds: float) -> str:
+    """Tokens per second as a person reads it; a dash when there is nothing to divide."""
+    if tokens == 0 or seconds <= 0:
+        return "- tok/s"
+    value = tokens / seconds
+    return f"{value:,.0f} tok/s" if value >= 10 or value == int(value) else f"{value:.1f} tok/s"
+
+
+def is_terminal(stream: Any = None) -> bool:
+    """Whether someone watches the stream (stderr if none is given): then a line may be redrawn on it."""
     stream = sys.stderr if stream is None else stream
     return stream is not None and getattr(stream, "isatty", lambda: False)()
 
 
-def draw(progress: Progress, stream: TextIO, now: float | None = None, width: int = 79) -> Progress:
-    """Redraw the line, at most ten times a second; return the progress that knows of it."""
-    now = time.monotonic() if now is None else now
-    if now - progress.drawn_at < REDRAW_SECONDS:
-        return progress
-    stream.write(f"\r\x1b[K{line(progress, width)}")
-    stream.flush()
-    return replace(progress, drawn_at=now)
-
-
-def end(progress: Progress, stream: TextIO, width: int = 79) -> None:
-    """Leave the last state of the line on the terminal."""
-    stream.write(f"\r\x1b[K{line(progress, width)}\n")
-    stream.flush()
-
-
-def _rate(tokens: int, seconds: float) -> str:
-    if tokens == 0 or seconds <= 0:
-        return "- tok/s"
-    rate = tokens / seconds
-    return f"{rate:,.0f} tok/s" if rate >= 10 or rate == int(rate) else f"{rate:.1f} tok/s"
-
-
 class Meter:
-    """The progress of one call, drawn on stderr as steps come (effect: writes there, reads the clock)."""
+    """The progress of one call, drawn on stderr as steps come (effect: writes there, reads the clock).
 
-    def __init__(self, requests: int):
-        self.progress, self.left, self.at = Progress(requests=requests), requests, time.monotonic()
+    Draws at most ten times a second, so that it costs a running step a comparison.
+    """
+
+    def __init__(self, requests: int, stream: Any = None):
+        self.stream = sys.stderr if stream is None else stream
+        self.progress, self.left = Progress(requests=requests), requests
+        self.at = self.drawn = time.monotonic()
 
     def step(self, plan: Plan, *, left: int) -> None:
         """Take in one step, after which `left` requests are not done."""
-        now, tokens = time.monotonic(), int(plan.query_lens.sum())
+        now = time.monotonic()
         self.progress = advance(
             self.progress,
             seconds=now - self.at,
-            prefill=tokens - plan.num_decode,
+            prefill=int(plan.query_lens.sum()) - plan.num_decode,
             decode=int(plan.samples.sum()),
             finished=self.left - left,
         )
         self.left, self.at = left, now
-        self.progress = draw(self.progress, sys.stderr, now)
+        if now - self.drawn >= REDRAW_SECONDS:
+            self.drawn = now
+            self._draw("")
 
     def close(self) -> None:
-        end(self.progress, sys.stderr)
+        """Leave the last state of the line on the terminal."""
+        self._draw("\n")
+
+    def _draw(self, ending: str) -> None:
+        width = shutil.get_terminal_size((80, 24)).columns - 1
+        self.stream.write(f"\r\x1b[K{line(self.progress, width)}{ending}")
+        self.stream.flush()

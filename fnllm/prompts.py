@@ -48,8 +48,11 @@ def normalise(prompts: Any, tokenizer: Tokenizer | None, vocab_size: int, *, err
     return Prompts(checked, single)
 
 
-def pair_sampling(count: int, sampling: Sampling | Sequence[Sampling] | None) -> tuple[Sampling, ...]:
-    """One Sampling for each of `count` prompts: the one given, or a list that must have as many."""
+def pair_sampling(count: int, sampling: Any) -> tuple[Sampling, ...]:
+    """One Sampling for each of `count` prompts: the one given (None: the defaults), or a list that must have as many.
+
+    Raises TypeError for what is no Sampling, ValueError for a list of another length.
+    """
     if sampling is None or isinstance(sampling, Sampling):
         return (sampling or Sampling(),) * count
     if isinstance(sampling, (str, bytes, Mapping)) or not isinstance(sampling, Sequence):
@@ -96,21 +99,25 @@ def _attempt(where: str, function: Any, *args: Any) -> Any:
 
 def _to_ids(prompt: Any, tokenizer: Tokenizer | None, chat: Mapping[str, Any]) -> Any:
     """Ids as the caller gave them (not yet checked), or the text to be encoded."""
-    is_chat = isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping)
-    if tokenizer is None and (isinstance(prompt, str) or is_chat):
-        raise ValueError("these params have no tokenizer, so a prompt must be a list of token ids")
-    if isinstance(prompt, str):
+    is_chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    if isinstance(prompt, str) or is_chat:
+        if tokenizer is None:
+            raise ValueError("these params have no tokenizer, so a prompt must be a list of token ids")
+        if is_chat:
+            return tokenizer.chat(prompt, **chat)
         check_text(prompt)
         return prompt
-    if is_chat:
-        return tokenizer.chat(prompt, **chat)
     if _is_array(prompt):
-        if prompt.ndim != 1:
-            raise TypeError(f"an array of token ids must have one axis, found shape {tuple(prompt.shape)}")
-        return prompt.tolist()  # an array of floats is refused with its elements
+        return _array_ids(prompt)
     if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Sequence):
         raise TypeError(f"must be {FORMS}, found {_kind(prompt)}")
     return prompt
+
+
+def _array_ids(array: Any) -> list[Any]:
+    if array.ndim != 1:
+        raise TypeError(f"an array of token ids must have one axis, found shape {tuple(array.shape)}")
+    return array.tolist()  # an array of floats is refused with its elements
 
 
 def _checked_ids(ids: Sequence[Any], vocab_size: int) -> tuple[int, ...]:

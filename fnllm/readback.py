@@ -27,8 +27,8 @@ class Readback(NamedTuple):
 
 
 def read_back(output: StepOutput, captured_tokens: int) -> Readback:
-    """Start copying a step's output to the host; captured activations are cut to the real tokens and cloned, since the
-    next step writes over the buffers of this one."""
+    """Start copying a step's output to the host; captured activations are cut to what was asked for and cloned, since
+    the next step writes over the buffers of this one."""
     sampled = output.sampled
     captured = {site: x[:captured_tokens].clone() for site, x in output.captured.items()}
     parts = [sampled.ids, sampled.logprob, sampled.top_ids, sampled.top_logprobs]

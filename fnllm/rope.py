@@ -111,7 +111,7 @@ def _yarn(rope: RopeConfig, dim: int) -> Float32[Tensor, " half_D"]:
     def turns_to_dim(turns: float) -> float:
         return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
 
-    low, high = turns_to_dim(rope.beta_fast or 32), turns_to_dim(rope.beta_slow or 1)
+    low, high = turns_to_dim(rope.beta_fast or 32.0), turns_to_dim(rope.beta_slow or 1.0)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)

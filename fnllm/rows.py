@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from fnllm.batch import Rows
+from fnllm.edits import Channel, Edit, placed
 from fnllm.sampler import SamplerRows, default_rows, empty_history
+from fnllm.taps import Choice
 
 
 def empty_rows(max_num_seqs: int, max_blocks: int, max_model_len: int, device: torch.device) -> Rows:
@@ -61,6 +63,55 @@ def write_tables(rows: Rows, row: np.ndarray, column: np.ndarray, block: np.ndar
     """Add blocks to block tables: entry (row, column) becomes block."""
     packed = send(torch.from_numpy(np.stack([row, column, block]).astype(np.int64)), rows.length.device)
     rows.block_table.index_put_((packed[0], packed[1]), packed[2].int())
+
+
+def empty_choices(channels: Sequence[Channel], count: int, device: torch.device) -> tuple[Choice, ...]:
+    """Choices of `count` rows that use no channel."""
+    return tuple(
+        Choice(
+            torch.zeros(count, dtype=torch.bool, device=device),
+            tuple(
+                torch.zeros((count, *shape), dtype=dtype, device=device)
+                for shape, dtype in zip(channel.shapes, channel.dtypes, strict=True)
+            ),
+        )
+        for channel in channels
+    )
+
+
+def choices_of(
+    channels: Sequence[Channel], edits: Sequence[Sequence[Edit]], device: torch.device
+) -> tuple[Choice, ...]:
+    """The choices of a batch of sequences; differentiable with respect to the edits' values."""
+    places = [placed(chosen, channels) for chosen in edits]
+    return tuple(
+        Choice(
+            torch.tensor([place[index] is not None for place in places], device=device),
+            tuple(
+                torch.stack(
+                    [
+                        torch.zeros(shape, dtype=dtype, device=device) if place[index] is None
+                        else place[index].values[at].to(device)
+                        for place in places
+                    ]
+                )
+                for at, (shape, dtype) in enumerate(zip(channel.shapes, channel.dtypes, strict=True))
+            ),
+        )
+        for index, channel in enumerate(channels)
+    )
+
+
+def write_choices(
+    choices: Sequence[Choice], channels: Sequence[Channel], row: Sequence[int], edits: Sequence[Sequence[Edit]]
+) -> None:
+    """Write what edits the sequences that join use."""
+    for at, chosen in zip(row, edits, strict=True):
+        for choice, edit in zip(choices, placed(chosen, channels), strict=True):
+            choice.active[at] = edit is not None
+            if edit is not None:
+                for values, value in zip(choice.values, edit.values, strict=True):
+                    values[at] = value.detach()
 
 
 def send(x: Tensor, device: torch.device) -> Tensor:

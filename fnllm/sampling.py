@@ -115,7 +115,7 @@ class Sampling:
                             f"found {_shown(self.logits_fn)}")
 
 
-def check_sampling(sampling: Sampling, *, vocab_size: int, has_tokenizer: bool = True) -> None:
+def check_sampling(sampling: Any, *, vocab_size: int, has_tokenizer: bool = True) -> None:
     """Check what a request's settings ask of this model; ValueError names the option and the limit."""
     if not isinstance(sampling, Sampling):
         raise TypeError(f"sampling must be a Sampling or a list of them, found {_shown(sampling)}")

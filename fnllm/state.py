@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fnllm import scheduler
 from fnllm.scheduler import Request, SchedulerState
@@ -16,6 +17,7 @@ class State:
 
     scheduler: SchedulerState
     clock: int = 0
+    variant: Any = None  # the layers, edits and captures that compute what the cache holds
 
 
 def add(state: State, request: Request) -> tuple[State, int]:

@@ -1,23 +1,28 @@
-"""Named places in the forward pass where activations are captured and edited."""
+"""Named places in the forward pass where activations are captured and edited.
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+A `Tap` costs nothing where nobody looks: sites, edit functions and shapes are fixed in a compiled step; which request
+is edited, with which values, and which tokens are captured are tensors, so a mixed batch compiles once.
+"""
 
-from fnllm_weights import ModelConfig
-from jaxtyping import Int
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from fnllm_weights import ModelConfig, Shard, local_sizes
+from jaxtyping import Bool, Int
 from torch import Tensor
 
-from fnllm.batch import Batch
+from fnllm.edits import Channel, name_of
+from fnllm.tensor_parallel import TensorParallel
 
-LAYER_SITES = ("resid_pre", "q", "k", "v", "attn_out", "resid_mid", "mlp_out", "resid_post")
-FINAL_SITES = ("final_norm", "logits")
+if TYPE_CHECKING:
+    from fnllm.context import Context
 
 
-class Edit(NamedTuple):
-    """A pure function applied to the activation at a site: `apply(x, batch) -> x` of the same shape and dtype."""
+class Choice(NamedTuple):
+    """Who uses one channel, and with what: one entry per row (or per sequence of a batch)."""
 
-    site: str
-    apply: Callable[[Tensor, Batch], Tensor]
+    active: Bool[Tensor, " R"]
+    values: tuple[Tensor, ...]  # each [R, *shape]; of inactive rows zeros
 
 
 class Taps(NamedTuple):
@@ -28,34 +33,62 @@ class Taps(NamedTuple):
     """
 
     capture: tuple[str, ...] = ()
-    edits: tuple[Edit, ...] = ()
+    edits: tuple[Channel, ...] = ()
+    choices: tuple[Choice, ...] = ()  # of each channel, by sequence of the batch
     tokens: Int[Tensor, " C"] | None = None  # which tokens of the batch to capture; None: all
     captured: dict[str, Tensor] | None = None
 
     def wants(self, site: str) -> bool:
-        return site in self.capture or any(edit.site == site for edit in self.edits)
+        return site in self.capture or any(channel.site == site for channel in self.edits)
 
-    def __call__(self, site: str, x: Tensor, batch: Batch) -> Tensor:
-        for edit in self.edits:
-            if edit.site == site:
-                x = edit.apply(x, batch)
+    def __call__(self, site: str, x: Tensor, ctx: "Context") -> Tensor:
+        for channel, choice in zip(self.edits, self.choices, strict=True):
+            if channel.site == site:
+                x = edited(x, channel, choice, ctx)
         if site in self.capture:
             assert self.captured is not None
             self.captured[site] = x if self.tokens is None else x[self.tokens]
         return x
 
 
+def edited(x: Tensor, channel: Channel, choice: Choice, ctx: "Context") -> Tensor:
+    """The activation with the channel's function applied to the tokens of the sequences that asked for it.
+
+    Raises ValueError when the function gives another shape or dtype.
+    """
+    entry = ctx.batch.entry
+    y = channel.apply(x, ctx, *(values[entry] for values in choice.values))
+    if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
+        found = f"{tuple(y.shape)} {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
+        raise ValueError(
+            f"the edit {name_of(channel.apply)} at {channel.site} must return the shape and dtype it was given, "
+            f"{tuple(x.shape)} {x.dtype}; found {found}"
+        )
+    return torch.where(choice.active[entry].view(-1, *(1,) * (x.dim() - 1)), y, x)
+
+
+def whole_sites(captured: dict[str, Tensor], config: ModelConfig, tp: TensorParallel) -> dict[str, Tensor]:
+    """Captured activations with the parts of all ranks put together: heads of q, k and v, the vocabulary of logits."""
+    return {site: whole_site(site.rpartition(".")[2], x, config, tp) for site, x in captured.items()}
+
+
+def whole_site(name: str, x: Tensor, config: ModelConfig, tp: TensorParallel) -> Tensor:
+    """One captured activation, whole and without padding."""
+    if name == "logits":
+        return tp.all_gather(x, -1)[:, : config.vocab_size]
+    if tp.size == 1 or name not in ("q", "k", "v"):
+        return x
+    everyone = tp.all_gather(x, 1)
+    parts, known = [], 0
+    for rank in range(tp.size):
+        sizes = local_sizes(config, Shard(rank, tp.size))
+        span = sizes.q_span if name == "q" else sizes.kv_span
+        if span.stop > known:  # a KV head that several ranks hold is taken from the first
+            parts.append(everyone[:, rank * span.rows : rank * span.rows + span.stop - span.start])
+            known = span.stop
+    return torch.cat(parts, 1)
+
+
 def no_taps() -> Taps:
     """Taps that see and change nothing."""
     return Taps()
-
-
-def check_sites(config: ModelConfig, sites: Iterable[str]) -> None:
-    """Raise ValueError for a site that this model does not have."""
-    known = {f"layers.{i}.{name}" for i in range(config.num_hidden_layers) for name in LAYER_SITES} | set(FINAL_SITES)
-    for site in sites:
-        if site not in known:
-            raise ValueError(
-                f"unknown site {site!r}; sites are layers.<0 to {config.num_hidden_layers - 1}>.<{'|'.join(LAYER_SITES)}>, "
-                f"{' and '.join(FINAL_SITES)}"
-            )

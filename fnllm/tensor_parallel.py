@@ -1,8 +1,8 @@
 """Tensor parallelism as a value: who I am, how many we are, and the three exchanges that sharded functions need.
 
 A function that communicates takes a `TensorParallel` argument; nothing else in the project talks to other ranks. Three
-makers: `SINGLE` (one rank, every exchange is the identity), `process_group_tp` (torch.distributed, inside a compiled graph
-as well) and `simulate` (N ranks as threads of one process, for tests and experiments).
+makers: `SINGLE` (one rank, every exchange is the identity), `process_group_tp` (torch.distributed, inside a compiled
+graph as well) and `simulate` (N ranks as threads of one process, for tests and experiments).
 """
 
 import threading
@@ -62,7 +62,7 @@ SINGLE = Single()
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """Ranks of a torch.distributed group, by its registered name (a ProcessGroup object is not a traceable constant)."""
+    """Ranks of a torch.distributed group, by its registered name: unlike the group itself, a traceable constant."""
 
     rank: int
     size: int
@@ -100,7 +100,7 @@ def process_group_tp(group: Any = None) -> TensorParallel:
     import torch.distributed._functional_collectives  # noqa: F401  registers the functional ops
 
     if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError("process_group_tp needs an initialised process group; call torch.distributed.init_process_group")
+        raise RuntimeError("process_group_tp found no process group; call torch.distributed.init_process_group first")
     group = dist.group.WORLD if group is None else group
     if dist.get_world_size(group) == 1:
         return SINGLE
@@ -116,7 +116,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Counting:
-    """A `TensorParallel` that notes its exchanges in `calls`; for eager tests (a compiled graph notes only its tracing)."""
+    """A `TensorParallel` that notes its exchanges in `calls`; for eager tests, since a graph notes only its tracing."""
 
     inner: TensorParallel
     calls: list[Call] = field(default_factory=list)
@@ -213,8 +213,8 @@ class Simulation(NamedTuple):
 def simulate(size: int, fn: Callable[..., Any], *per_rank_args: Sequence[Any]) -> Simulation:
     """Run `fn(tp, *args)` on `size` ranks in this process; each of `per_rank_args` holds one value per rank.
 
-    The ranks are threads that take the caller's grad and inference modes. The first error of a rank ends the others and is
-    raised here.
+    The ranks are threads that take the caller's grad and inference modes. The first error of a rank ends the others and
+    is raised here.
 
     Raises:
         ValueError: if an argument does not hold `size` values, or the ranks meet in different exchanges.

@@ -6,6 +6,7 @@ import torch
 from fnllm_weights import Params
 from torch import Tensor
 
+from fnllm.capture import NOTHING, Capture, CapturedRows
 from fnllm.completion import Chunk, Completion, Timings, TokenLogprob
 from fnllm.engines import StepEvents
 from fnllm.sampling import Sampling
@@ -31,13 +32,24 @@ class Track:
     cached: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
     captured: dict[str, list[Tensor]] = field(default_factory=dict)
+    captured_at: list[int] = field(default_factory=list)  # positions, rising
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    capture: Capture = NOTHING
 
 
-def track(params: Params, index: int, sample: int, prompt: tuple[int, ...], sampling: Sampling, live: bool, now: float) -> Track:
+def track(
+    params: Params,
+    index: int,
+    sample: int,
+    prompt: tuple[int, ...],
+    sampling: Sampling,
+    live: bool,
+    now: float,
+    capture: Capture = NOTHING,
+) -> Track:
     """The track of a request that was just added."""
     text = text_output.begin(params.tokenizer, sampling)
-    return Track(index, sample, prompt, sampling, text, now, live or bool(sampling.stop))
+    return Track(index, sample, prompt, sampling, text, now, live or bool(sampling.stop), capture=capture)
 
 
 def absorb(state: State, step: StepEvents, tracks: dict[int, Track], now: float) -> tuple[State, list[Chunk]]:
@@ -101,7 +113,7 @@ def close(one: Track, known: tuple[int, ...], reason: str, stop_id: int | None, 
             first_token=None if one.first_token is None else one.first_token - one.began,
             total=now - one.began,
         ),
-        captured={site: torch.cat(parts)[: len(one.prompt) + one.fed] for site, parts in one.captured.items()},
+        **captured_until(one, len(one.prompt) + one.fed),
     )
     return Chunk(
         index=one.index, sample=one.sample, text=text, token_ids=new[already : one.fed], completion=completion
@@ -111,18 +123,32 @@ def close(one: Track, known: tuple[int, ...], reason: str, stop_id: int | None, 
 def keep_outputs(step: StepEvents, tracks: dict[int, Track]) -> None:
     """Keep the log-probabilities and captured activations of the requests that asked for them."""
     results, plan = step.results, step.plan
-    if results.logprob is None and not results.captured:
-        return
-    ends = plan.query_lens.cumsum().tolist()
-    for entry, seq_id in enumerate(plan.seq_ids.tolist()):
+    for entry, seq_id in enumerate(plan.seq_ids.tolist() if results.logprob is not None else ()):
         one = tracks.get(seq_id)
         if one is None:
             continue
         if one.sampling.logprobs is not None and plan.samples[entry]:
             one.logprobs.append(token_logprob(step, entry, one.sampling.logprobs))
-        for site, x in results.captured.items():
-            rows = x[ends[entry] - int(plan.query_lens[entry]) : ends[entry]]
-            one.captured.setdefault(site, []).append(rows if site != "logits" else x[entry : entry + 1])
+    for rows in step.captured:
+        if rows.seq_id in tracks:
+            keep_captured(tracks[rows.seq_id], rows, results.captured)
+
+
+def keep_captured(one: Track, rows: CapturedRows, captured: dict[str, Tensor]) -> None:
+    """Keep a sequence's rows of a step, but for positions it has from before a preemption."""
+    known = one.captured_at[-1] if one.captured_at else -1
+    new = rows.positions[rows.positions > known]
+    first = rows.first + len(rows.positions) - len(new)
+    one.captured_at += new.tolist()
+    for site in one.capture.sites:
+        one.captured.setdefault(site, []).append(captured[site][first : first + len(new)])
+
+
+def captured_until(one: Track, length: int) -> dict:
+    """The captured activations of the first `length` tokens, as fields of a completion."""
+    at = tuple(position for position in one.captured_at if position < length)
+    sites = {site: torch.cat(parts)[: len(at)] for site, parts in one.captured.items()}
+    return {"captured": sites, "captured_at": at}
 
 
 def token_logprob(step: StepEvents, entry: int, count: int) -> TokenLogprob:

@@ -3,8 +3,16 @@
 from fnllm.sampler.features import SamplerFeatures, features_of, rounded, union
 from fnllm.sampler.history import History, empty_history, take_history, token_counts, update_history
 from fnllm.sampler.logprobs import log_normaliser, masked_logits, token_logprobs, top_tokens
-from fnllm.sampler.rows import SamplerRows, child_seed, default_rows, put_rows, rows_from_sampling, take_rows, widen_rows
-from fnllm.sampler.sample import Sampled, draw, sample, sample_gathered
+from fnllm.sampler.rows import (
+    SamplerRows,
+    child_seed,
+    default_rows,
+    put_rows,
+    rows_from_sampling,
+    take_rows,
+    widen_rows,
+)
+from fnllm.sampler.sample import Sampled, draw, needs_logits, sample, sample_from_hidden, sample_gathered
 from fnllm_kernels.noise import gumbel_noise
 
 __all__ = [
@@ -20,10 +28,12 @@ __all__ = [
     "gumbel_noise",
     "log_normaliser",
     "masked_logits",
+    "needs_logits",
     "put_rows",
     "rounded",
     "rows_from_sampling",
     "sample",
+    "sample_from_hidden",
     "sample_gathered",
     "take_history",
     "take_rows",

@@ -30,7 +30,7 @@ class SamplerFeatures:
 
 
 def features_of(samplings: Sequence[Any], *, eos_token_ids: Sequence[int] = ()) -> SamplerFeatures:
-    """The smallest features that serve objects with the fields of `Sampling`; widths are rounded up to powers of two."""
+    """The smallest features that serve objects with the fields of `Sampling`; widths are powers of two."""
     drawn = [s for s in samplings if s.temperature > 0]
     filtered = [s for s in drawn if s.top_k > 0 or s.top_p < 1]
     logprobs = [s.logprobs for s in samplings if s.logprobs is not None]

@@ -10,7 +10,6 @@ or an arbitrary part (top-p).
 The masses of top-p are integers (`masses`), so that their sums are the same in any order: over a row, tiles or ranks.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,14 +19,11 @@ from torch import Tensor
 from fnllm.sampler.features import CANDIDATES, SamplerFeatures
 from fnllm.sampler.rows import SamplerRows
 from fnllm.tensor_parallel import TensorParallel
-from fnllm_kernels.order_keys import from_sortable
+from fnllm_kernels.threshold import DIGIT, MINUS_INFINITY, key_to_float, masses, measure_above, reach, search_range
 
-# One unit of mass is 2**-40 of the likeliest token's: 2**22 tokens of full mass still fit in 63 bits.
-MASS_ONE = 2.0**40
 # Smaller temperatures act like this one; it keeps the division below out of float32's denormals, which GPUs may flush.
 SMALLEST_TEMPERATURE = 1e-30
 EVERYTHING = 2**62
-MINUS_INFINITY = -0x7F800001  # order_keys.sortable of it
 
 
 class Cut(NamedTuple):
@@ -37,39 +33,40 @@ class Cut(NamedTuple):
     quota: Int[Tensor, " B"]
 
 
+class Source(NamedTuple):
+    """The logits as the search reads them: the first `valid` columns of `logits`, the others being -inf."""
+
+    logits: Float[Tensor, "B V"]
+    valid: int
+
+
 def keep_mask(
     logits: Float[Tensor, "B V"],
     rows: SamplerRows,
     *,
     features: SamplerFeatures,
     tp: TensorParallel,
-    coarse: bool = False,
+    source: Source | None = None,
 ) -> Bool[Tensor, "B V"]:
-    """Which tokens of this rank's slice each row may draw. `logits` are before temperature and without NaN.
+    """Which tokens of this rank's slice each row may draw. `logits` are float32, before temperature, without NaN.
 
-    `coarse` says that the logits are values of bfloat16, which halves the search.
+    `source` may give the same values in bfloat16, which halves what the search reads and how often.
     """
+    source = Source(logits, logits.shape[1]) if source is None else source
     top = tp.all_reduce_max(logits.amax(-1))
     temperature = rows.temperature.clamp(min=SMALLEST_TEMPERATURE)
     keep = torch.ones_like(logits, dtype=torch.bool)
     if features.top_k or features.top_p:
-        find = _cut_of_candidates if features.candidates else _cut_by_search
-        cut = find(logits, top, temperature, rows, features, tp, coarse)
+        if features.candidates:
+            cut = _cut_of_candidates(logits, top, temperature, rows, tp)
+        else:
+            cut = _cut_by_search(source, top, temperature, rows, features, tp)
         keep = _within(logits, cut, tp)
     if features.min_p:
         # As logarithms, so that a small temperature does not underflow both sides to equal zeros.
         floor = top + temperature * torch.log(rows.min_p)
         keep = keep & ((logits >= floor[:, None]) | (rows.min_p[:, None] <= 0) | (logits == top[:, None]))
     return keep
-
-
-def masses(
-    logits: Float[Tensor, "B W"], top: Float[Tensor, " B"], temperature: Float[Tensor, " B"]
-) -> Float[Tensor, "B W"]:
-    """exp((logits - top) / temperature) in whole units of 2**-40, as float32, which holds each exactly."""
-    # Equal to the top, or an infinite top: the difference is 0 and not inf - inf.
-    below = torch.where(logits == top[:, None], 0.0, logits - top[:, None])
-    return torch.floor(torch.exp(below / temperature[:, None]) * MASS_ONE)
 
 
 def _within(logits: Float[Tensor, "B V"], cut: Cut, tp: TensorParallel) -> Bool[Tensor, "B V"]:
@@ -89,9 +86,12 @@ def _target(p: Float[Tensor, " B"], total: Int[Tensor, " B"]) -> Int[Tensor, " B
 
 
 def _cut_of_candidates(
-    logits: Tensor, top: Tensor, temperature: Tensor, rows: SamplerRows, features: SamplerFeatures, tp: TensorParallel,
-    coarse: bool,
-) -> Cut:  # fmt: skip
+    logits: Float[Tensor, "B V"],
+    top: Float[Tensor, " B"],
+    temperature: Float[Tensor, " B"],
+    rows: SamplerRows,
+    tp: TensorParallel,
+) -> Cut:
     """The cut from each row's CANDIDATES largest values; exact for rows with 1 <= top_k <= CANDIDATES or no filter."""
     values = torch.topk(logits, min(CANDIDATES, logits.shape[-1]), dim=-1).values
     if tp.size > 1:
@@ -111,60 +111,58 @@ def _cut_of_candidates(
 
 
 def _cut_by_search(
-    logits: Tensor, top: Tensor, temperature: Tensor, rows: SamplerRows, features: SamplerFeatures, tp: TensorParallel,
-    coarse: bool,
-) -> Cut:  # fmt: skip
+    source: Source,
+    top: Float[Tensor, " B"],
+    temperature: Float[Tensor, " B"],
+    rows: SamplerRows,
+    features: SamplerFeatures,
+    tp: TensorParallel,
+) -> Cut:
     """The cut by a search over the bits of the logits: each pass counts, or weighs, what lies above a few values."""
-    mass = masses(logits, top, temperature)
 
-    def count_above(value: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
-        return (logits > value[:, None]).sum(-1)
+    def reach_target(target: Int[Tensor, " B"], by_mass: bool) -> tuple[Float[Tensor, " B"], Int[Tensor, " B"]]:
+        if tp.size == 1:
+            return reach(source.logits, top, temperature, target, by_mass, source.valid)
+        return _reach_over_ranks(source, top, temperature, target, by_mass, tp)
 
-    def mass_above(value: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
-        return torch.where(logits > value[:, None], mass, 0.0).long().sum(-1)
+    def mass_of(value: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
+        return masses(value[:, None], top, temperature).squeeze(1).long()
 
     k = torch.where(rows.top_k > 0, rows.top_k.long(), EVERYTHING)
-    value = _lowest(count_above, k, tp, coarse)
-    quota = k - tp.all_reduce(count_above(value))
+    value, count = reach_target(k, False)
+    quota = k - count
     if not features.top_p:
         return Cut(value, quota)
-    each = masses(value[:, None], top, temperature).squeeze(1).long()
-    total = tp.all_reduce(mass_above(value)) + torch.where(rows.top_k > 0, quota * each, 0)
-    target = _target(rows.top_p, total)
-    value_p = _lowest(mass_above, target, tp, coarse)
-    each = masses(value_p[:, None], top, temperature).squeeze(1).long().clamp(min=1)
-    quota_p = (target - tp.all_reduce(mass_above(value_p)) + each - 1) // each
+    above = measure_above(source.logits, top, temperature, value[:, None], True, source.valid)
+    ties = torch.where(rows.top_k > 0, quota * mass_of(value), 0)
+    target = _target(rows.top_p, tp.all_reduce(above.squeeze(1)) + ties)
+    value_p, before = reach_target(target, True)
+    each = mass_of(value_p).clamp(min=1)
+    quota_p = (target - before + each - 1) // each
     # Both are prefixes of one order: the shorter one is what passes both.
     tied = torch.minimum(quota, quota_p)
     quota = torch.where(value > value_p, quota, torch.where(value_p > value, quota_p, tied))
     return Cut(torch.maximum(value, value_p), quota)
 
 
-def _lowest(
-    measure_above: Callable[[Float[Tensor, " B"]], Int[Tensor, " B"]],
+def _reach_over_ranks(
+    source: Source,
+    top: Float[Tensor, " B"],
+    temperature: Float[Tensor, " B"],
     target: Int[Tensor, " B"],
+    by_mass: bool,
     tp: TensorParallel,
-    coarse: bool,
-) -> Float[Tensor, " B"]:
-    """The lowest float above which the measure, summed over the ranks, is less than `target` (>= 1).
-
-    That is the logit at which the running measure of the falling order reaches `target`, or -inf if it never does. Found
-    digit by digit from the top of `order_keys.sortable`: 32 bits, or the upper 16 where all logits are bfloat16's.
-    """
-    # A pass reads all logits once. A digit of two bits takes three probes in one pass: fewer passes, which is what costs
-    # on a GPU, for more comparisons, which is what costs on a CPU.
-    width = 1 if target.device.type == "cpu" else 2
-    bits, unit = (16, 2**16) if coarse else (32, 1)
-    low = torch.full_like(target, MINUS_INFINITY // unit)
-    for shift in reversed(range(0, bits, width)):
-        probes = [_from_digits(low + (digit << shift) - 1, unit) for digit in range(1, 1 << width)]
-        measures = tp.all_reduce(torch.stack([measure_above(probe) for probe in probes]))
-        low = low + ((measures >= target).sum(0) << shift)
-    return _from_digits(low, unit)
-
-
-def _from_digits(key: Int[Tensor, " B"], unit: int) -> Float[Tensor, " B"]:
-    """The float whose sortable key, cut to its upper bits when `unit` > 1, is `key`; NaN (above nothing) past infinity."""
-    # bfloat16 values have 16 zero bits at the end, which the key of a negative one has turned to ones.
-    filled = key * unit + torch.where(key < 0, unit - 1, 0)
-    return from_sortable(filled.clamp(max=2**31 - 1).int())
+) -> tuple[Float[Tensor, " B"], Int[Tensor, " B"]]:
+    """`fnllm_kernels.threshold.reach` over all ranks' slices: the same search, the measures summed after each pass."""
+    bits, unit = search_range(source.logits.dtype)
+    digits = torch.arange(1, 1 << DIGIT, device=target.device)
+    key = torch.full_like(target, MINUS_INFINITY // unit)
+    most = torch.full_like(target, -1)
+    for shift in reversed(range(0, bits, DIGIT)):
+        probes = key_to_float(key[:, None] + (digits << shift) - 1, unit)
+        measures = tp.all_reduce(measure_above(source.logits, top, temperature, probes, by_mass, source.valid))
+        reached = measures >= target[:, None]
+        key = key + (reached.sum(-1) << shift)
+        # The key that the search ends at was a probe of some pass: of those below the target it measures most.
+        most = torch.maximum(most, torch.where(reached, -1, measures).amax(-1))
+    return key_to_float(key, unit), most

@@ -10,7 +10,7 @@ from fnllm.sampler.rows import SamplerRows
 
 
 class History(NamedTuple):
-    """Prompt and drawn tokens of each row: `tokens[r, :lengths[r]]`, of which the first `prompt_lengths[r]` are the prompt.
+    """Each row's tokens so far: `tokens[r, :lengths[r]]`, of which the first `prompt_lengths[r]` are the prompt.
 
     The ids are kept rather than counts over the vocabulary: one state serves every rank and every use, and a row that
     joins or forks copies L ids and not V counts.
@@ -51,10 +51,8 @@ def update_history(
     )
 
 
-def token_counts(
-    history: History, vocab_start: int, vocab: int
-) -> tuple[Int[Tensor, "R V"], Bool[Tensor, "R V"]]:
-    """How often each id of [vocab_start, vocab_start + vocab) was drawn, and whether it occurs at all (prompt included)."""
+def token_counts(history: History, vocab_start: int, vocab: int) -> tuple[Int[Tensor, "R V"], Bool[Tensor, "R V"]]:
+    """For ids from `vocab_start`: how often each was drawn, and whether it occurs at all (prompt included)."""
     rows, capacity = history.tokens.shape
     place = torch.arange(capacity, device=history.tokens.device)[None, :]
     local = history.tokens.long() - vocab_start

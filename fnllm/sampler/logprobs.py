@@ -8,15 +8,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fnllm.sampler.filters import MASS_ONE, masses
 from fnllm.tensor_parallel import SINGLE, TensorParallel
 from fnllm_kernels.order_keys import pack, packed_ids, packed_scores
+from fnllm_kernels.threshold import MASS_ONE, masses
 
 
 def masked_logits(logits: Float[Tensor, "T V"], vocab_start: int, vocab_limit: int) -> Float[Tensor, "T V"]:
-    """Float32 logits of this rank's slice, -inf from id `vocab_limit` on. NaN becomes -inf: no NaN is ever drawn."""
+    """Logits of this rank's slice in float32 (float64 stays), -inf from id `vocab_limit` on. NaN becomes -inf: no NaN is ever drawn."""
     ids = vocab_start + torch.arange(logits.shape[-1], device=logits.device)
-    logits = logits.float()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return torch.where((ids < vocab_limit) & ~logits.isnan(), logits, -torch.inf)
 
 
@@ -28,7 +28,7 @@ def log_normaliser(logits: Float[Tensor, "T V"], *, tp: TensorParallel = SINGLE)
     detached = logits.detach()
     top = tp.all_reduce_max(detached.amax(-1))
     mass = masses(detached, top, torch.ones_like(top)).long().sum(-1)
-    value = top + torch.log(tp.all_reduce(mass).double() / MASS_ONE).float()
+    value = top + torch.log(tp.all_reduce(mass).double() / MASS_ONE).to(top.dtype)
     if torch.is_grad_enabled() and logits.requires_grad:
         # The integers have no gradient: add a float form of the same function, minus its own value.
         smooth = torch.logsumexp(logits, -1)

@@ -31,7 +31,10 @@ class SamplerRows(NamedTuple):
 
 
 def default_rows(
-    n: int, device: torch.device | str = "cpu", *, features: SamplerFeatures = SamplerFeatures()  # noqa: B008  a value
+    n: int,
+    device: torch.device | str = "cpu",
+    *,
+    features: SamplerFeatures = SamplerFeatures(),  # noqa: B008  a value
 ) -> SamplerRows:
     """`n` greedy rows with everything off, in the widths of `features`."""
 
@@ -139,14 +142,14 @@ def signed_64(value: int) -> int:
 
 def _index(fns: tuple, fn: Any) -> int:
     if fn not in fns:
-        raise ValueError(f"logits_fn {fn!r} is not among features.logits_fns; build the features with features_of")
+        raise ValueError(f"logits_fn {fn!r} is not among features.logits_fns; use features_of")
     return fns.index(fn)
 
 
 def _padded(lists: list, width: int, fill: float, dtype: torch.dtype, name: str) -> Tensor:
     longest = max((len(values) for values in lists), default=0)
     if longest > width:
-        raise ValueError(f"a row has {longest} entries for features.{name}={width}; build the features with features_of")
-    return torch.tensor(
-        [list(values) + [fill] * (width - len(values)) for values in lists], dtype=dtype
-    ).reshape(len(lists), width)
+        raise ValueError(f"a row needs {longest} entries of features.{name}={width}; use features_of")
+    return torch.tensor([list(values) + [fill] * (width - len(values)) for values in lists], dtype=dtype).reshape(
+        len(lists), width
+    )

@@ -1,5 +1,6 @@
 """One token per row from logits, as pure functions that trace into the decode step."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -7,13 +8,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fnllm.sampler.features import SamplerFeatures
-from fnllm.sampler.filters import keep_mask
+from fnllm.sampler.filters import Source, keep_mask
 from fnllm.sampler.history import History, penalise, token_counts
 from fnllm.sampler.logprobs import log_normaliser, logits_at, masked_logits, top_tokens
 from fnllm.sampler.rows import SamplerRows
 from fnllm.tensor_parallel import SINGLE, TensorParallel
 from fnllm_kernels.noise import gumbel_noise
 from fnllm_kernels.order_keys import pack, packed_ids
+from fnllm_kernels.sample_head import sample_head, sample_logits
 
 
 class Sampled(NamedTuple):
@@ -36,15 +38,18 @@ def sample(
     vocab_size: int | None = None,
     history: History | None = None,
     tp: TensorParallel = SINGLE,
+    kernels: bool = False,
 ) -> Sampled:
     """Draw one id per row from this rank's slice of the logits, [vocab_start, vocab_start + V), and the other ranks'.
 
-    `rows` and `history` hold B rows; `positions` are those of the drawn tokens in their sequences; ids from `vocab_limit`
-    on are never drawn. In order: logits_fn, penalties, bias, min_tokens, temperature, top-k, top-p, min-p. Temperature 0
-    takes the largest logit, the lowest id on ties, whatever the filters.
+    `rows` and `history` hold B rows; `positions` are those of the drawn tokens in their sequences; ids from
+    `vocab_limit` on are never drawn. In order: logits_fn, penalties, bias, min_tokens, temperature, top-k, top-p,
+    min-p. Temperature 0 takes the largest logit, the lowest id on ties, whatever the filters.
 
     Ranks exchange one integer per row, and for filters and log-probabilities a few more, never logits; only `logits_fn`
     gathers them, since it sees the first `vocab_size` (default: vocab_limit) columns of the whole vocabulary.
+
+    `kernels` leaves noise and argmax to `fnllm::sample_logits`, one pass over the logits on a GPU.
 
     Raises:
         ValueError: if `features` needs a history and there is none.
@@ -67,8 +72,12 @@ def sample(
     if adjusted is not raw:
         # Nothing above may bring back what must not be drawn, or leave a NaN.
         adjusted = masked_logits(adjusted, vocab_start, vocab_limit)
-    coarse = adjusted is raw and logits.dtype == torch.bfloat16
-    ids = draw(adjusted, rows, positions, features=features, vocab_start=vocab_start, tp=tp, coarse=coarse)
+    source = Source(adjusted, adjusted.shape[1])
+    if adjusted is raw:
+        source = Source(logits, _valid(vocab_start, vocab_limit, logits.shape[1]))
+    ids = draw(
+        adjusted, rows, positions, features=features, vocab_start=vocab_start, tp=tp, source=source, kernels=kernels
+    )
     if features.logprobs is None:
         return Sampled(ids)
     normaliser = log_normaliser(raw, tp=tp)
@@ -87,18 +96,60 @@ def draw(
     features: SamplerFeatures,
     vocab_start: int = 0,
     tp: TensorParallel = SINGLE,
-    coarse: bool = False,
+    source: Source | None = None,
+    kernels: bool = False,
 ) -> Int[Tensor, " B"]:
-    """Temperature, filters and the draw, for float32 logits without NaN. `coarse`: they are values of bfloat16."""
-    ids = vocab_start + torch.arange(logits.shape[1], device=logits.device)
-    score = logits
+    """Temperature, filters and the draw, for float32 logits without NaN; `source` as in `keep_mask`."""
+    source = Source(logits, logits.shape[1]) if source is None else source
     if features.top_k or features.top_p or features.min_p:
-        keep = keep_mask(logits, rows, features=features, tp=tp, coarse=coarse)
-        score = torch.where(keep, logits, -torch.inf)
+        keep = keep_mask(logits, rows, features=features, tp=tp, source=source)
+        logits = torch.where(keep, logits, -torch.inf)
+        source = Source(logits, logits.shape[1])
+    if kernels:
+        temperature = rows.temperature if features.noise else torch.zeros_like(rows.temperature)
+        key = sample_logits(source.logits, temperature, rows.seed, positions, vocab_start, source.valid)
+        return packed_ids(tp.all_reduce_max(key))
+    ids = vocab_start + torch.arange(logits.shape[1], device=logits.device)
     if features.noise:
         # logits + T * noise has the argmax of logits / T + noise, needs no division and is exact at T = 0.
-        score = score + rows.temperature[:, None] * gumbel_noise(rows.seed, positions, ids)
-    return packed_ids(tp.all_reduce_max(pack(score, ids[None, :]).amax(-1)))
+        logits = logits + rows.temperature[:, None] * gumbel_noise(rows.seed, positions, ids)
+    return packed_ids(tp.all_reduce_max(pack(logits, ids[None, :]).amax(-1)))
+
+
+def sample_from_hidden(
+    hidden: Float[Tensor, "B H"],
+    weight: Float[Tensor, "V H"],
+    rows: SamplerRows,
+    positions: Int[Tensor, " B"],
+    *,
+    features: SamplerFeatures,
+    vocab_limit: int,
+    vocab_start: int = 0,
+    tp: TensorParallel = SINGLE,
+) -> Sampled:
+    """`sample` of the logits hidden @ weight.T, which are never written: head, noise and argmax in one kernel.
+
+    The logits are float32 sums, not rounded to the type of `hidden` as a head of its own would give.
+
+    Raises:
+        ValueError: if `features` needs the logits: see `needs_logits`.
+    """
+    if needs_logits(features):
+        raise ValueError(f"{features} needs logits; use sample, or only temperature")
+    temperature = rows.temperature if features.noise else torch.zeros_like(rows.temperature)
+    valid = _valid(vocab_start, vocab_limit, weight.shape[0])
+    key = sample_head(hidden, weight, temperature, rows.seed, positions, vocab_start, valid)
+    return Sampled(packed_ids(tp.all_reduce_max(key)))
+
+
+def needs_logits(features: SamplerFeatures) -> bool:
+    """Whether anything but greedy and temperature is on."""
+    return replace(features, noise=False) != SamplerFeatures()
+
+
+def _valid(vocab_start: int, vocab_limit: int, width: int) -> int:
+    """How many of this rank's columns are ids below `vocab_limit`."""
+    return min(max(vocab_limit - vocab_start, 0), width)
 
 
 def sample_gathered(

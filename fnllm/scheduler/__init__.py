@@ -4,15 +4,15 @@ Pure functions over an immutable state: `init`, `add`, `schedule`, `commit`, and
 `truncate`, `append`, `preempt`, `park`, `invalidate`. No torch, no model, no clock, nothing random.
 """
 
-from .check import check
-from .commit import commit
+from .accept import commit
 from .config import SchedulerConfig, blocks_for, length_limit, max_running, prompt_limit
 from .edit import append, fork, invalidate, truncate
+from .invariants import check
 from .lifecycle import abort, add, finish, tokens
+from .planning import schedule
+from .report import Metrics, metrics, show
 from .request import Request, make_cache_key
 from .residency import park, preempt
-from .schedule import schedule
-from .show import Metrics, metrics, show
 from .state import Counters, Events, Finished, Join, Plan, SchedulerState, init
 
 __all__ = [

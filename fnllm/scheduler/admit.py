@@ -1,11 +1,11 @@
 """Giving waiting sequences a row: in order, with the prefix cache's help, never beyond what blocks and budget bear."""
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from .config import blocks_for, max_running
+from .evolve import evolve
 from .line import iterate, remove
 from .pool import Entry, Key, announce, hold, idle, match, take
 from .request import Sequence, known, root
@@ -82,8 +82,8 @@ def _still_computing(state: SchedulerState, key: Key | int | None) -> bool:
 
 
 def _hold_up(state: SchedulerState, seq_id: int, why: Key | int) -> SchedulerState:
-    sequence = state.sequences[seq_id]._replace(held_up=why)
-    return replace(state, sequences=state.sequences.set(seq_id, sequence))
+    sequence = evolve(state.sequences[seq_id], held_up=why)
+    return evolve(state, sequences=state.sequences.set(seq_id, sequence))
 
 
 def _idle_blocks_needed(state: SchedulerState, sequence: Sequence, found: list[Entry]) -> int:
@@ -95,10 +95,10 @@ def _idle_blocks_needed(state: SchedulerState, sequence: Sequence, found: list[E
 def _make_room(state: SchedulerState, seq_id: int, found: list[Entry]) -> SchedulerState:
     """Takes blocks from other waiting sequences, newest first, until one sequence fits; nothing may be running."""
     sequence = state.sequences[seq_id]
-    others = replace(state, warm=state.warm.delete(seq_id)) if sequence.table else state
+    others = evolve(state, warm=state.warm.delete(seq_id)) if sequence.table else state
     while _idle_blocks_needed(others, sequence, found) > idle(others.pool):
         others = reclaim_newest(others)
-    return replace(others, warm=others.warm.set(seq_id, True)) if sequence.table else others
+    return evolve(others, warm=others.warm.set(seq_id, True)) if sequence.table else others
 
 
 def _first_chunk(state: SchedulerState, rest: int, budget: int) -> int:
@@ -122,7 +122,8 @@ def _enter(state: SchedulerState, entrant: Entrant, found: list[Entry]) -> Sched
         filled += len(found)
         pool, announced = announce(pool, numbers[-1] if numbers else root(sequence), sequence.blocks[filled:], seq_id)
         numbers += announced
-    sequence = sequence._replace(
+    sequence = evolve(
+        sequence,
         table=(*table, *own),
         numbers=numbers,
         filled=filled,
@@ -131,7 +132,7 @@ def _enter(state: SchedulerState, entrant: Entrant, found: list[Entry]) -> Sched
         held_up=None,
         admitted=True,
     )
-    return replace(
+    return evolve(
         state,
         sequences=state.sequences.set(seq_id, sequence),
         waiting=remove(state.waiting, [seq_id]),
@@ -149,7 +150,6 @@ def _seat(state: SchedulerState, entrants: list[Entrant]) -> SchedulerState:
         "seq_id": [entrant.seq_id for entrant in entrants],
         "known": [known(sequence) for sequence in sequences],
         "computed": [entrant.start for entrant in entrants],
-        "pending": 0,
         "limit": [sequence.limit for sequence in sequences],
         "filled": [sequence.filled for sequence in sequences],
         "joined": state.next_step,
@@ -162,8 +162,9 @@ def _seat(state: SchedulerState, entrants: list[Entrant]) -> SchedulerState:
         tail = np.frombuffer(sequence.tail, np.int32)
         changed["tail"][row, : len(tail)] = tail
     # Stop ids only ever join while anything runs; with nothing else running the set starts anew.
-    stop_ids = rows.stop_ids if state.running > len(entrants) else rows.stop_ids[:0]
+    stop_ids = rows.stop_ids if state.running > len(entrants) else rows.stop_ids[-1:]
     wanted = np.array(sorted(set().union(*(sequence.request.stop_token_ids for sequence in sequences))), np.int32)
     if not np.isin(wanted, stop_ids).all():
         stop_ids = np.union1d(stop_ids, wanted)
-    return replace(state, rows=update_rows(rows, stop_ids=stop_ids, **changed))
+    prefilling = tuple(sorted((*state.prefilling, *columns["seq_id"])))
+    return evolve(state, rows=update_rows(rows, stop_ids=stop_ids, **changed), prefilling=prefilling)

@@ -5,10 +5,10 @@ sequence with tokens in flight starts from its known ones and samples its own.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from .checks import is_int, pack_tokens
 from .config import blocks_for, describe_prompt_limit, length_limit, prompt_limit
+from .evolve import evolve
 from .pool import forget, hold
 from .request import Sequence, cut_tokens, known
 from .residency import cut_back, find, leave, preempt, queue, store
@@ -23,15 +23,15 @@ def fork(state: SchedulerState, seq_id: int) -> tuple[SchedulerState, int]:
     front of the waiting line; the fork of a sequence that has ended and was kept is such a one itself, see `append`.
     """
     sequence, new_id = find(state, seq_id), state.next_id
-    state = replace(state, next_id=new_id + 1)
+    state = evolve(state, next_id=new_id + 1)
     running = sequence.row >= 0
     # The parent's record as it would be off its row; the parent itself stays where it is.
     sequence = leave(state, [seq_id]).sequences[seq_id] if running else sequence
-    sequence = sequence._replace(pending=0, held_up=None)
+    sequence = evolve(sequence, pending=0, held_up=None)
     computed = min(sequence.computed, known(sequence) - 1)
     table = sequence.table[: blocks_for(computed, state.config.block_size)]
-    state = replace(state, pool=hold(state.pool, table))
-    state, sequence = cut_back(state, sequence._replace(table=table), computed)
+    state = evolve(state, pool=hold(state.pool, table))
+    state, sequence = cut_back(state, evolve(sequence, table=table), computed)
     state = store(state, new_id, sequence)
     return (queue(state, new_id, front=True) if sequence.reason is None else state), new_id
 
@@ -72,7 +72,7 @@ def append(state: SchedulerState, seq_id: int, tokens: Iterable[int], max_tokens
         raise ValueError(f"max_tokens={max_tokens!r} must be an integer of at least 0, or None")
     ended = sequence.reason is not None
     packed = b"".join((*sequence.blocks, sequence.tail, packed))
-    sequence = sequence._replace(reason=None, admitted=False)
+    sequence = evolve(sequence, reason=None, admitted=False)
     state = _replace_tokens(state, seq_id, sequence, packed, length, max_tokens)
     return queue(state, seq_id, front=False) if ended else state
 
@@ -81,7 +81,7 @@ def _detach(state: SchedulerState, seq_id: int) -> tuple[SchedulerState, Sequenc
     """Takes a running sequence to the front of the waiting line; tokens in flight for it no longer count."""
     if find(state, seq_id).row >= 0:
         state = queue(leave(state, [seq_id]), seq_id, front=True)
-    return state, state.sequences[seq_id]._replace(pending=0)
+    return state, evolve(state.sequences[seq_id], pending=0)
 
 
 def _replace_tokens(
@@ -93,7 +93,7 @@ def _replace_tokens(
     # Of the old tokens only known ones count as computed, and at least one token must be left to compute.
     state, sequence = cut_back(state, sequence, min(known(sequence), length - 1))
     limit = min(prompt_len + max_tokens, length_limit(state.config))
-    return store(state, seq_id, sequence._replace(blocks=blocks, tail=tail, prompt_len=prompt_len, limit=limit))
+    return store(state, seq_id, evolve(sequence, blocks=blocks, tail=tail, prompt_len=prompt_len, limit=limit))
 
 
 def invalidate(state: SchedulerState, blocks: Iterable[int]) -> SchedulerState:
@@ -107,7 +107,7 @@ def invalidate(state: SchedulerState, blocks: Iterable[int]) -> SchedulerState:
     if wrong:
         raise ValueError(f"blocks={wrong} are not in this cache: blocks are 0 to {state.config.num_blocks - 1}")
     lost |= {target for source, target in state.copies if source in lost}
-    state = replace(state, pool=forget(state.pool, sorted(lost)))
+    state = evolve(state, pool=forget(state.pool, sorted(lost)))
     holders = [seq_id for seq_id, sequence in state.sequences.items() if not lost.isdisjoint(sequence.table)]
     for seq_id in sorted(holders, reverse=True):  # so that the oldest ends up first in line
         state = preempt(state, seq_id)

@@ -1,12 +1,12 @@
 """How sequences come and go: `add`, `finish`, `abort`, and reading what they hold."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 
 from .checks import pack_tokens
 from .config import describe_prompt_limit, length_limit, prompt_limit
+from .evolve import evolve
 from .line import remove
 from .request import Request, Sequence, cut_tokens, slice_tokens
 from .request import known as known_tokens
@@ -26,7 +26,7 @@ def add(state: SchedulerState, request: Request) -> tuple[SchedulerState, int]:
     blocks, tail = cut_tokens(pack_tokens(request.prompt, "prompt"), state.config.block_size)
     limit = min(length + request.max_tokens, length_limit(state.config))
     seq_id = state.next_id
-    state = replace(state, next_id=seq_id + 1)
+    state = evolve(state, next_id=seq_id + 1)
     state = store(state, seq_id, Sequence(request, length, limit, blocks, tail))
     return queue(state, seq_id, front=False), seq_id
 
@@ -40,14 +40,22 @@ def end(state: SchedulerState, reasons: Mapping[int, str]) -> SchedulerState:
     for seq_id, reason in reasons.items():
         sequence: Sequence = sequences[seq_id]
         state = drop_blocks(state, sequence.table) if sequence.table else state
-        warm.pop(seq_id, None)
+        if seq_id in warm:
+            del warm[seq_id]
         if sequence.request.keep:
-            sequences[seq_id] = sequence._replace(
-                table=(), numbers=(), filled=0, computed=0, pending=0, held_up=None, reason=reason
+            sequences[seq_id] = evolve(
+                sequence, table=(), numbers=(), filled=0, computed=0, pending=0, held_up=None, reason=reason
             )
         else:
             del sequences[seq_id]
-    return replace(state, sequences=sequences.finish(), warm=warm.finish(), waiting=remove(state.waiting, queued))
+    counters = state.counters._replace(finished=state.counters.finished + len(reasons))
+    return evolve(
+        state,
+        sequences=sequences.finish(),
+        warm=warm.finish(),
+        waiting=remove(state.waiting, queued),
+        counters=counters,
+    )
 
 
 def finish(state: SchedulerState, seq_id: int, reason: str) -> SchedulerState:
@@ -67,7 +75,7 @@ def abort(state: SchedulerState, seq_id: int) -> SchedulerState:
     sequence = find(state, seq_id)
     if sequence.reason is None:
         state = end(state, {seq_id: "abort"})
-    return replace(state, sequences=state.sequences.delete(seq_id)) if seq_id in state.sequences else state
+    return evolve(state, sequences=state.sequences.delete(seq_id)) if seq_id in state.sequences else state
 
 
 def packed_tokens(state: SchedulerState, seq_id: int) -> bytes:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from immutables import Map
+from .pmap import Map
 
 END = -1
 

@@ -7,12 +7,12 @@ for ever, so equal keys mean equal prefixes and no hash is trusted.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from immutables import Map
-
+from .evolve import evolve
 from .line import Line, push_back, push_front, remove, take_front
+from .pmap import Map
 
 Parent = int | tuple[Hashable]  # the number of an entry, or (cache_key,) above the first block
 Key = tuple[Parent, bytes]
@@ -34,7 +34,7 @@ class Block(NamedTuple):
     key: Key | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pool:
     """All blocks and the prefix map. Blocks from `fresh` on have never been used and need no entry anywhere."""
 
@@ -81,7 +81,7 @@ def hold(pool: Pool, held: Iterable[int]) -> Pool:
         if block.refs == 0:
             revived.append(number)
         blocks[number] = Block(block.refs + 1, block.key)
-    return replace(pool, blocks=blocks.finish(), cached=remove(pool.cached, revived))
+    return evolve(pool, blocks=blocks.finish(), cached=remove(pool.cached, revived))
 
 
 def drop(pool: Pool, table: Sequence[int]) -> Pool:
@@ -100,30 +100,33 @@ def drop(pool: Pool, table: Sequence[int]) -> Pool:
         else:
             del blocks[number]
             freed.append(number)
-    return replace(
+    return evolve(
         pool, blocks=blocks.finish(), cached=push_back(pool.cached, cached), free=push_front(pool.free, freed)
     )
 
 
-def publish(pool: Pool, filled: Iterable[tuple[Key, int, int]]) -> tuple[Pool, list[int]]:
+def publish(pool: Pool, filled: Iterable[tuple[Key, int, int, int]]) -> tuple[Pool, list[int]]:
     """Makes full blocks shareable and returns the number of each one's entry.
 
-    Each item is (key, block, number announced for it or -1). When another block already carries the same prefix, that
-    one stays and ours remains private; both continue under the same number.
+    Each item is (key, block, number announced for it or -1, sequence that filled it). When another block already
+    carries the same prefix, that one stays and ours remains private; both continue under the same number.
     """
     prefix, blocks, number, numbers = pool.prefix.mutate(), pool.blocks.mutate(), pool.next_number, []
-    for key, block, announced in filled:
-        entry = prefix.get(key)
+    for key, block, announced, owner in filled:
+        entry, held = prefix.get(key), blocks[block]
+        own = announced if entry is None else entry.number
+        if own < 0:
+            own, number = number, number + 1
         if entry is None or entry.block == NOT_READY:
-            own = entry.number if entry is not None else announced
-            if own < 0:
-                own, number = number, number + 1
-            prefix[key] = Entry(own, block, -1)
-            blocks[block] = Block(blocks[block].refs, key)
-        else:
-            own = entry.number
+            if held.key is None:
+                prefix[key] = Entry(own, block, -1)
+                blocks[block] = Block(held.refs, key)
+            # A block has one key. A shared block may have got its own from another holder, by other numbers (a prefix
+            # that was evicted and computed again has a new one); then nothing will come of what we announced.
+            elif entry is not None and entry.owner == owner:
+                del prefix[key]
         numbers.append(own)
-    return replace(pool, prefix=prefix.finish(), blocks=blocks.finish(), next_number=number), numbers
+    return evolve(pool, prefix=prefix.finish(), blocks=blocks.finish(), next_number=number), numbers
 
 
 def announce(pool: Pool, parent: Parent, tokens: Sequence[bytes], owner: int) -> tuple[Pool, tuple[int, ...]]:
@@ -139,7 +142,7 @@ def announce(pool: Pool, parent: Parent, tokens: Sequence[bytes], owner: int) ->
             prefix[(parent, block_tokens)] = entry
         parent = entry.number
         numbers.append(parent)
-    return replace(pool, prefix=prefix.finish(), next_number=number), tuple(numbers)
+    return evolve(pool, prefix=prefix.finish(), next_number=number), tuple(numbers)
 
 
 def withdraw(pool: Pool, keys: Iterable[Key], owner: int) -> Pool:
@@ -149,7 +152,7 @@ def withdraw(pool: Pool, keys: Iterable[Key], owner: int) -> Pool:
         entry = prefix.get(key)
         if entry is not None and entry.block == NOT_READY and entry.owner == owner:
             del prefix[key]
-    return replace(pool, prefix=prefix.finish())
+    return evolve(pool, prefix=prefix.finish())
 
 
 def forget(pool: Pool, lost: Iterable[int]) -> Pool:
@@ -165,7 +168,7 @@ def forget(pool: Pool, lost: Iterable[int]) -> Pool:
         else:
             del blocks[number]
             freed.append(number)
-    return replace(
+    return evolve(
         pool,
         prefix=prefix.finish(),
         blocks=blocks.finish(),

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from .checks import is_int, pack_tokens
 from .pool import Key, Parent
@@ -40,6 +40,7 @@ class Request:
                 raise ValueError(f"{name}={value} must be at least 0")
         pack_tokens(self.prompt, "prompt")
         pack_tokens(self.stop_token_ids, "stop_token_ids")
+        object.__setattr__(self, "prompt", tuple(self.prompt))
         object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
         hash(self.cache_key)
 
@@ -53,7 +54,8 @@ def make_cache_key(**parts: Hashable) -> tuple:
     return tuple((name, type(value).__qualname__, value) for name, value in sorted(parts.items()))
 
 
-class Sequence(NamedTuple):
+@dataclass(frozen=True)
+class Sequence:
     """One sequence. While it runs, the counters marked (*) live in the row arrays and are stale here.
 
     A sequence is running (`row` >= 0), waiting (in the queue, with or without blocks) or kept (`reason` is set).

@@ -1,15 +1,15 @@
 """How a sequence leaves its row and gives up blocks: the moves that every other change of the state is made of."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 
 from .config import blocks_for
+from .evolve import evolve
 from .line import push_back, push_front, remove
 from .pool import drop, idle, take, withdraw
 from .request import Sequence, key_of, known
-from .state import EMPTY, SchedulerState, update_rows
+from .state import EMPTY, SchedulerState, in_flight, update_rows
 
 
 def find(state: SchedulerState, seq_id: int) -> Sequence:
@@ -40,22 +40,28 @@ def leave(state: SchedulerState, seq_ids: Iterable[int]) -> SchedulerState:
         tail = rows.tail[row, : rows.known[row] - len(blocks) * size].tobytes()
         if len(tail) == 4 * size:  # full, and its last token's step is not committed
             blocks, tail = (*blocks, tail), b""
-        sequences[number] = sequence._replace(
+        sequences[number] = evolve(
+            sequence,
             blocks=blocks,
             tail=tail,
             numbers=sequence.numbers[:filled],
             filled=filled,
             computed=int(rows.computed[row]),
-            pending=int(rows.pending[row]),
+            pending=in_flight(rows, row),
             row=EMPTY,
         )
         seq_id[row] = EMPTY
-    return replace(
+    if not left:
+        return state
+    sequences_now = sequences.finish()
+    return evolve(
         state,
-        sequences=sequences.finish(),
+        sequences=sequences_now,
         rows=update_rows(rows, seq_id=seq_id),
         pool=pool,
         running=state.running - left,
+        prefilling=tuple(number for number in state.prefilling if sequences_now[number].row != EMPTY),
+        roster=None,
     )
 
 
@@ -63,7 +69,7 @@ def drop_blocks(state: SchedulerState, table: tuple[int, ...]) -> SchedulerState
     """Gives up one reference of each block, and the copies that were to fill a block nobody holds now."""
     pool = drop(state.pool, table)
     copies = tuple(copy for copy in state.copies if copy[1] in pool.blocks) if state.copies else ()
-    return replace(state, pool=pool, copies=copies)
+    return evolve(state, pool=pool, copies=copies)
 
 
 def copy_block(state: SchedulerState, source: int) -> tuple[SchedulerState, int | None]:
@@ -78,7 +84,7 @@ def copy_block(state: SchedulerState, source: int) -> tuple[SchedulerState, int 
     pool, (target,) = take(state.pool, 1)
     if target == source or any(target == origin for origin, _ in state.copies):
         return state, None
-    return replace(state, pool=pool, copies=(*state.copies, (source, target))), target
+    return evolve(state, pool=pool, copies=(*state.copies, (source, target))), target
 
 
 def cut_back(state: SchedulerState, sequence: Sequence, computed: int) -> tuple[SchedulerState, Sequence]:
@@ -100,8 +106,8 @@ def cut_back(state: SchedulerState, sequence: Sequence, computed: int) -> tuple[
             table = table[:-1] if own is None else (*table[:-1], own)
             computed = full * size if own is None else computed
     filled = min(sequence.filled, full)
-    return state, sequence._replace(
-        table=table, numbers=sequence.numbers[:filled], filled=filled, computed=computed, held_up=None
+    return state, evolve(
+        sequence, table=table, numbers=sequence.numbers[:filled], filled=filled, computed=computed, held_up=None
     )
 
 
@@ -110,17 +116,17 @@ def store(state: SchedulerState, seq_id: int, sequence: Sequence) -> SchedulerSt
     holds, warm = bool(sequence.table), state.warm
     if holds != (seq_id in warm):
         warm = warm.set(seq_id, True) if holds else warm.delete(seq_id)
-    return replace(state, sequences=state.sequences.set(seq_id, sequence), warm=warm)
+    return evolve(state, sequences=state.sequences.set(seq_id, sequence), warm=warm)
 
 
 def queue(state: SchedulerState, seq_id: int, *, front: bool) -> SchedulerState:
     """The state with a sequence put into the waiting line."""
-    return replace(state, waiting=(push_front if front else push_back)(state.waiting, [seq_id]))
+    return evolve(state, waiting=(push_front if front else push_back)(state.waiting, [seq_id]))
 
 
 def unqueue(state: SchedulerState, seq_id: int) -> SchedulerState:
     """The state with a sequence taken out of the waiting line if it is there."""
-    return replace(state, waiting=remove(state.waiting, [seq_id])) if seq_id in state.waiting else state
+    return evolve(state, waiting=remove(state.waiting, [seq_id])) if seq_id in state.waiting else state
 
 
 def preempt(state: SchedulerState, seq_id: int) -> SchedulerState:
@@ -134,7 +140,7 @@ def preempt(state: SchedulerState, seq_id: int) -> SchedulerState:
         state = leave(state, [seq_id])
         sequence = state.sequences[seq_id]
         counters = state.counters._replace(preemptions=state.counters.preemptions + 1)
-        state = queue(replace(state, counters=counters), seq_id, front=True)
+        state = queue(evolve(state, counters=counters), seq_id, front=True)
     if sequence.table:
         state, sequence = cut_back(state, sequence, 0)
     return store(state, seq_id, sequence)

@@ -3,22 +3,24 @@
 Axes: R rows (running slots), B entries of a plan, S block size.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from immutables import Map
 from jaxtyping import Bool, Int32
 
 from .config import SchedulerConfig
+from .evolve import evolve
 from .line import Line
+from .pmap import Map
 from .pool import Pool
 from .request import Sequence
 
 EMPTY = -1
+NO_TOKEN = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Rows:
     """The running sequences as arrays, so that a step costs a few array operations and not one loop over sequences.
 
@@ -28,13 +30,27 @@ class Rows:
     seq_id: Int32[np.ndarray, " R"]  # EMPTY where nothing runs; the other fields of such a row mean nothing
     known: Int32[np.ndarray, " R"]  # tokens with known values
     computed: Int32[np.ndarray, " R"]  # tokens whose keys and values are computed or being computed
-    pending: Int32[np.ndarray, " R"]  # tokens sampled in plans that are not committed
     limit: Int32[np.ndarray, " R"]  # the length at which the sequence ends
     filled: Int32[np.ndarray, " R"]  # leading blocks whose filling is committed
     joined: Int32[np.ndarray, " R"]  # the plan in which the sequence got the row
-    decoding: Bool[np.ndarray, " R"]  # its next input token is one that the device sampled
+    decoding: Bool[np.ndarray, " R"]  # its prompt is done: its next input token is one that the device sampled
     tail: Int32[np.ndarray, "R S"]  # the known tokens after those in the sequence's full blocks
-    stop_ids: Int32[np.ndarray, " K"]  # sorted; at least the stop ids of everything that runs
+    stop_ids: Int32[np.ndarray, " K"]  # sorted; at least the stop ids of everything that runs, and NO_TOKEN at the end
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Roster:
+    """The rows that decode, as the arrays of a plan; kept from step to step while the rows stay the same.
+
+    A plan of decode entries alone has these very arrays, by which its commit knows that nothing has changed since.
+    """
+
+    index: slice | Int32[np.ndarray, " D"]  # the rows in the form that indexes fastest
+    rows: Int32[np.ndarray, " D"]
+    seq_ids: Int32[np.ndarray, " D"]
+    query_lens: Int32[np.ndarray, " D"]  # ones
+    samples: Bool[np.ndarray, " D"]  # all true
+    until: int  # the first plan in which one of them has no token left to sample
 
 
 class Join(NamedTuple):
@@ -105,7 +121,7 @@ class Counters(NamedTuple):
     finished: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class SchedulerState:
     """Everything the scheduler knows. Any state stays valid for ever and can be continued in several ways."""
 
@@ -116,6 +132,8 @@ class SchedulerState:
     rows: Rows
     pool: Pool
     running: int = 0  # rows in use
+    prefilling: tuple[int, ...] = ()  # running sequences with prompt tokens left to schedule, oldest first
+    roster: Roster | None = None  # None when it has to be made anew
     copies: tuple[tuple[int, int], ...] = ()  # (source, destination) for the next plan
     next_id: int = 0
     next_step: int = 0
@@ -140,22 +158,26 @@ def init(config: SchedulerConfig) -> SchedulerState:
         seq_id=column(EMPTY),
         known=column(),
         computed=column(),
-        pending=column(),
         limit=column(),
         filled=column(),
         joined=column(),
         decoding=read_only(np.zeros(rows, bool)),
         tail=read_only(np.zeros((rows, size), np.int32)),
-        stop_ids=read_only(np.zeros(0, np.int32)),
+        stop_ids=read_only(np.array([NO_TOKEN], np.int32)),
     )
     return SchedulerState(config, Map(), Line(), Map(), empty, Pool(config.num_blocks))
+
+
+def in_flight(rows: Rows, row: int) -> int:
+    """Tokens of a running sequence sampled in plans that are not committed."""
+    return int(rows.computed[row] + 1 - rows.known[row]) if rows.decoding[row] else 0
 
 
 def update_rows(rows: Rows, **columns: np.ndarray) -> Rows:
     """Rows with other columns, closed to writing."""
     for column in columns.values():
         column.flags.writeable = False
-    return replace(rows, **columns)
+    return evolve(rows, **columns)
 
 
 def shares(state: SchedulerState, sequence: Sequence) -> bool:

@@ -19,7 +19,8 @@ class Output(NamedTuple):
     detok: Detok | None  # None without a tokenizer: then there is no text
     stops: StopState
     min_tokens: int = 0
-    count: int = 0  # new tokens so far, counted for stop strings alone
+    seen: int = 0  # new tokens so far, counted for stop strings alone
+    special: tuple[tuple[int, str], ...] = ()  # stop strings that are special tokens, which the text never shows
 
     @property
     def matched(self) -> str | None:
@@ -29,8 +30,12 @@ class Output(NamedTuple):
 
 def begin(tokenizer: Tokenizer | None, sampling: Sampling) -> Output:
     """The state before the first new id."""
-    detok = None if tokenizer is None else detokenize.start(tokenizer)
-    return Output(detok, stop.start(sampling.stop, sampling.include_stop), sampling.min_tokens)
+    stops = stop.start(sampling.stop, sampling.include_stop)
+    if tokenizer is None:
+        return Output(None, stops, sampling.min_tokens)
+    named = ((tokenizer.token_id(text), text) for text in sampling.stop)
+    special = tuple((id, text) for id, text in named if id in tokenizer.special_ids)
+    return Output(detokenize.start(tokenizer), stops, sampling.min_tokens, special=special)
 
 
 def feed(output: Output, ids: Sequence[int]) -> tuple[Output, str, int]:
@@ -39,7 +44,7 @@ def feed(output: Output, ids: Sequence[int]) -> tuple[Output, str, int]:
     Once a stop string is complete (`output.matched`), the ids after the one that completed it are not used, and the
     request's ids end with that one.
     """
-    detok, stops, min_tokens, count = output
+    detok, stops, min_tokens, seen, special = output
     if stops.matched is not None:
         return output, "", 0
     if detok is None:
@@ -49,13 +54,20 @@ def feed(output: Output, ids: Sequence[int]) -> tuple[Output, str, int]:
         return output if after is detok else Output(after, stops, min_tokens), text, len(ids)
     shown = []
     for id in ids:
-        count += 1
+        seen += 1
+        armed = seen >= min_tokens
+        named = dict(special).get(id) if armed and special else None
         detok, text = detokenize.push(detok, (id,))
-        stops, text = stop.push(stops, text, armed=count >= min_tokens)
+        if named is not None:  # no id follows, so what was held back comes out first
+            text += detokenize.flush(detok)
+        stops, text = stop.push(stops, text, armed=armed)
+        if named is not None and stops.matched is None:
+            text += stop.flush(stops) + (named if stops.include else "")
+            stops = stops._replace(held="", matched=named)
         shown.append(text)
         if stops.matched is not None:
             break
-    return Output(detok, stops, min_tokens, count), "".join(shown), count - output.count
+    return Output(detok, stops, min_tokens, seen, special), "".join(shown), seen - output.seen
 
 
 def finish(output: Output, stop_id: int | None = None) -> tuple[Output, str]:
@@ -67,11 +79,11 @@ def finish(output: Output, stop_id: int | None = None) -> tuple[Output, str]:
     if output.matched is not None or output.detok is None:
         return output, ""
     detok, text = output.detok, ""
-    count = output.count + (stop_id is not None)
+    seen = output.seen + (stop_id is not None)
     if stop_id is not None and output.stops.include:
         detok, text = detokenize.push(detok, (stop_id,))
     text += detokenize.flush(detok)
-    stops, shown = stop.push(output.stops, text, armed=count >= output.min_tokens)
+    stops, shown = stop.push(output.stops, text, armed=seen >= output.min_tokens)
     if stops.matched is None:
         shown += stop.flush(stops)
-    return output._replace(detok=detok, stops=stops._replace(held=""), count=count), shown
+    return output._replace(detok=detok, stops=stops._replace(held=""), seen=seen), shown

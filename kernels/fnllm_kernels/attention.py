@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from . import attention_flash, attention_triton
+from .attention_invariant import paged_attention_invariant
 from .attention_reference import paged_attention_reference
 
 BACKENDS = ("reference", "triton", "triton_invariant", "fa3", "fa2")
@@ -74,13 +75,10 @@ def attention_metadata(
     if backend == "fa3" and context_lens.is_cuda:
         return attention_flash.fa3_metadata(
             context_lens, cu_seqlens_q if max_seqlen_q > 1 or num_tokens != context_lens.shape[0] else None,
-            num_heads, num_kv_heads, head_dim, block_size, max_context or max_blocks * block_size, max_seqlen_q,
-            dtype, window,
+            num_heads, num_kv_heads, head_dim, block_size, max_blocks, max_seqlen_q, dtype, window,
         )  # fmt: skip
     if backend == "triton" and max_seqlen_q == 1 and context_lens.is_cuda:
-        return attention_triton.triton_metadata(
-            context_lens, cu_seqlens_q, num_kv_heads, head_dim, max_context or max_blocks * block_size, dtype, window
-        )
+        return attention_triton.triton_metadata(context_lens, cu_seqlens_q, num_kv_heads, head_dim, dtype, window)
     return None
 
 
@@ -136,13 +134,14 @@ def _paged_attention_op(
     q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
     max_seqlen_q, scale, window, backend, metadata, max_context,
 ):  # fmt: skip
+    on_host = paged_attention_invariant if backend == "triton_invariant" else paged_attention_reference
     run = {
         "reference": paged_attention_reference,
         "triton": attention_triton.paged_attention_triton,
         "triton_invariant": functools.partial(attention_triton.paged_attention_triton, invariant=True),
         "fa3": attention_flash.paged_attention_fa3,
         "fa2": attention_flash.paged_attention_fa2,
-    }[backend if q.is_cuda else "reference"]
+    }[backend] if q.is_cuda else on_host
     return run(
         q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
         max_seqlen_q=max_seqlen_q, scale=scale, window=window, metadata=metadata, max_context=max_context,

@@ -41,13 +41,11 @@ def paged_attention_fa3(
         cu_seqlens_q=None if decode else cu_seqlens_q.contiguous(),
         seqused_k=context_lens,
         max_seqlen_q=None if decode else max_seqlen_q,
-        max_seqlen_k=max_context or block_tables.shape[1] * k_cache.shape[1],
         page_table=block_tables,
         softmax_scale=scale,
         is_causal=True,
         window_size_left=left,
         window_size_right=right,
-        is_rotary_interleaved=True,
         scheduler_metadata=metadata,
     )
     if not decode:
@@ -62,7 +60,7 @@ def fa3_metadata(
     num_kv_heads: int,
     head_dim: int,
     block_size: int,
-    max_context: int,
+    max_blocks: int,
     max_seqlen_q: int,
     dtype: torch.dtype,
     window: int,
@@ -72,48 +70,53 @@ def fa3_metadata(
     cu_seqlens_q is None in decode, where each row is its own sequence.
     """
     return _fa3_metadata_op(
-        context_lens, cu_seqlens_q, num_heads, num_kv_heads, head_dim, block_size, max_context, max_seqlen_q,
+        context_lens, cu_seqlens_q, num_heads, num_kv_heads, head_dim, block_size, max_blocks, max_seqlen_q,
         dtype, window,
     )  # fmt: skip
 
 
-def _metadata_size(batch: int, window: int) -> int:
-    """Entries of FA3's metadata: vectors of B rounded up to 4 (two, one to sort, one to swizzle heads) and a counter.
+def _metadata_size(batch: int, head_dim: int, max_keys: int, max_seqlen_q: int, window: int) -> int:
+    """Entries of FA3's metadata: a counter, and up to four vectors of B rounded up to 4.
 
-    Source: `mha_fwd_get_scheduler_metadata` in the package's flash_api.cpp; local attention does not sort.
+    Two vectors are always there; full attention sorts the sequences by a third, causal and local attention order the
+    heads by a fourth. One query per sequence counts as causal at head dims 65 to 128 only. Source:
+    `mha_fwd_get_scheduler_metadata` in the package's flash_api.cpp.
     """
-    return 1 + (batch + 3) // 4 * 4 * (3 if window else 4)
+    local = 0 < window < max_keys
+    orders_heads = local or max_seqlen_q > 1 or 64 < head_dim <= 128
+    return 1 + (batch + 3) // 4 * 4 * (2 + (not local) + orders_heads)
 
 
 @torch.library.custom_op(
     "fnllm::fa3_metadata",
     mutates_args=(),
     schema="(Tensor context_lens, Tensor? cu_seqlens_q, int num_heads, int num_kv_heads, int head_dim, int block_size, "
-    "int max_context, int max_seqlen_q, ScalarType dtype, int window) -> Tensor",
+    "int max_blocks, int max_seqlen_q, ScalarType dtype, int window) -> Tensor",
 )
 def _fa3_metadata_op(
-    context_lens, cu_seqlens_q, num_heads, num_kv_heads, head_dim, block_size, max_context, max_seqlen_q, dtype, window
+    context_lens, cu_seqlens_q, num_heads, num_kv_heads, head_dim, block_size, max_blocks, max_seqlen_q, dtype, window
 ):
     left, right = (window - 1, 0) if window else (-1, -1)
+    batch, max_keys = context_lens.shape[0], max_blocks * block_size
     made = _fa3().get_scheduler_metadata(
-        context_lens.shape[0], max_seqlen_q, max_context, num_heads, num_kv_heads, head_dim, head_dim, dtype,
-        context_lens.contiguous(), cu_seqlens_q, page_size=block_size, is_causal=True,
-        window_size_left=left, window_size_right=right,
+        batch, max_seqlen_q, max_keys, num_heads, num_kv_heads, head_dim, head_dim, dtype, context_lens.contiguous(),
+        cu_seqlens_q, page_size=block_size, is_causal=True, window_size_left=left, window_size_right=right,
     )  # fmt: skip
-    if made.numel() != _metadata_size(context_lens.shape[0], window):
+    expected = _metadata_size(batch, head_dim, max_keys, max_seqlen_q, window)
+    if made.numel() != expected:
         raise RuntimeError(
-            f"fa3: this build's scheduler metadata has {made.numel()} entries for a batch of {context_lens.shape[0]}, "
-            f"expected {_metadata_size(context_lens.shape[0], window)}; pass metadata=None, or install the "
-            "tokenspeed-fa3 release the project names"
+            f"fa3: this build's scheduler metadata has {made.numel()} entries for a batch of {batch}, expected "
+            f"{expected}; pass metadata=None, or install the tokenspeed-fa3 release the project names"
         )
     return made
 
 
 @_fa3_metadata_op.register_fake
 def _fa3_metadata_fake(
-    context_lens, cu_seqlens_q, num_heads, num_kv_heads, head_dim, block_size, max_context, max_seqlen_q, dtype, window
+    context_lens, cu_seqlens_q, num_heads, num_kv_heads, head_dim, block_size, max_blocks, max_seqlen_q, dtype, window
 ):
-    return context_lens.new_empty(_metadata_size(context_lens.shape[0], window), dtype=torch.int32)
+    size = _metadata_size(context_lens.shape[0], head_dim, max_blocks * block_size, max_seqlen_q, window)
+    return context_lens.new_empty(size, dtype=torch.int32)
 
 
 def paged_attention_fa2(

@@ -56,7 +56,9 @@ def paged_attention_triton(
         return prefill_attention(*arrays, max_seqlen_q, scale, window, tiling)
     batch = context_lens.shape[0]
     tiling = decode_tiling(q.dtype, head_dim, batch, kv_heads)
-    if metadata is None and not runs_direct(batch, kv_heads, max_context or block_tables.shape[1] * block_size):
+    if runs_direct(batch, kv_heads, max_context or block_tables.shape[1] * block_size):
+        metadata = None
+    elif metadata is None:
         metadata = decode_plan(context_lens, cu_seqlens_q, kv_heads, window, tiling)
     return decode_attention(*arrays, scale, window, metadata, tiling)
 
@@ -71,13 +73,10 @@ def triton_metadata(
     cu_seqlens_q: Int[Tensor, " B_plus_1"],
     num_kv_heads: int,
     head_dim: int,
-    max_context: int,
     dtype: torch.dtype,
     window: int,
-) -> Int[Tensor, " size"] | None:
-    """The division of a decode step's work, or None where it is not divided."""
-    if runs_direct(context_lens.shape[0], num_kv_heads, max_context):
-        return None
+) -> Int[Tensor, " size"]:
+    """The division of a decode step's work; attention looks at it where it divides the work."""
     return _decode_plan_op(context_lens, cu_seqlens_q, num_kv_heads, head_dim, dtype, window)
 
 

@@ -1,11 +1,11 @@
 """Counter-based Gumbel noise: a pure function of (seed, position, token id).
 
-argmax(logits + temperature * noise) is a draw from softmax(logits / temperature) (the Gumbel-max trick). As no generator
-has a state, a request draws the same tokens in any batch, order, number of ranks, eager or compiled.
+argmax(logits + temperature * noise) is a draw from softmax(logits / temperature) (the Gumbel-max trick). As no
+generator has a state, a request draws the same tokens in any batch, order, number of ranks, eager or compiled.
 
-The integers are exact everywhere: they are held in int64, every product is of a 32-bit value and a constant below 2**31,
-and masks bring results back to 32 bits, so nothing overflows and no negative number is shifted. `order_keys.pack` and
-the Triton functions in `sample_head.py` complete the draw.
+The integers are exact everywhere: they are held in int64, every product is of a 32-bit value and a constant below
+2**31, and masks bring results back to 32 bits, so nothing overflows and no negative number is shifted.
+`order_keys.pack` and the Triton functions in `sample_head.py` complete the draw.
 """
 
 import torch
@@ -38,9 +38,7 @@ def row_keys(seed: Int[Tensor, " B"], position: Int[Tensor, " B"]) -> tuple[Int[
     return mix(mix(mix(low ^ SEED_1) ^ high) ^ position), mix(mix(mix(position ^ SEED_2) ^ low) ^ high)
 
 
-def token_hash(
-    key_1: Int[Tensor, " B"], key_2: Int[Tensor, " B"], token_ids: Int[Tensor, " V"]
-) -> Int[Tensor, "B V"]:
+def token_hash(key_1: Int[Tensor, " B"], key_2: Int[Tensor, " B"], token_ids: Int[Tensor, " V"]) -> Int[Tensor, "B V"]:
     """32 mixed bits (in int64) per row and token: `mix` with the second key added half-way.
 
     The second key keeps two rows from drawing permuted copies of one noise: 64 bits would have to agree for that.
@@ -58,8 +56,8 @@ def gumbel_from_keys(
 ) -> Float[Tensor, "B V"]:
     """Float32 noise of the rows' keys, in [-2.9, 22.9].
 
-    -log(-log1p(-v)) for v uniform in (0, 1): the largest noise, which decides the draw, comes from the smallest v, where
-    floats are densest; -log(-log(v)) would take it from steps of 2**-24 near 1.
+    -log(-log1p(-v)) for v uniform in (0, 1): the largest noise, which decides the draw, comes from the smallest v,
+    where floats are densest; -log(-log(v)) would take it from steps of 2**-24 near 1.
     """
     v = (token_hash(key_1, key_2, token_ids).float().clamp(max=LARGEST) + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-v))

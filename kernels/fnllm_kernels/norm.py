@@ -23,8 +23,10 @@ def rms_norm(x: Float[Tensor, "T H"], weight: Float[Tensor, " H"], eps: float) -
     return _rms_norm_op(x, weight, eps) if x.is_cuda else rms_norm_reference(x, weight, eps)
 
 
-def rms_norm_reference(x: Float[Tensor, "T H"], weight: Float[Tensor, " H"], eps: float) -> Float[Tensor, "T H"]:
-    """Plain torch of `rms_norm`."""
+def rms_norm_reference(
+    x: Float[Tensor, "*rows H"], weight: Float[Tensor, " H"], eps: float
+) -> Float[Tensor, "*rows H"]:
+    """Plain torch of `rms_norm`, for rows of any arrangement."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 

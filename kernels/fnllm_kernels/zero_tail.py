@@ -28,7 +28,7 @@ def zero_tail(out: Float[Tensor, "T ..."], cu_seqlens_q: Int[Tensor, " B_plus_1"
 
 if triton is not None:
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["rows", "width"])  # a size of one would come as a Python int
     def _zero_tail_kernel(out, cu_seqlens_q, last, rows, width, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
         end = rows.to(tl.int64) * width
         at = tl.load(cu_seqlens_q + last).to(tl.int64) * width + tl.program_id(0) * BLOCK

@@ -3,6 +3,7 @@
 import kernel_cases as cases
 import pytest
 import torch
+
 from fnllm_kernels import attention_reference
 from fnllm_kernels.attention import attention_metadata, default_backend, paged_attention
 
@@ -104,7 +105,7 @@ def test_traces_whole_and_equals_eager():
     assert torch.equal(step(inputs), paged_attention(**inputs, **static, backend="reference") * 2)
 
 
-def test_refuses_what_does_not_belong_together():
+def test_refuses_what_does_not_belong_together(unchecked):
     inputs, static = inputs_of("decode"), cases.static_arguments(ALL["decode"])
     with pytest.raises(ValueError, match=r"backend is 'fa4'; it must be one of reference, triton"):
         paged_attention(**inputs, **static, backend="fa4")
@@ -126,3 +127,18 @@ def test_cpu_needs_no_metadata_and_runs_the_reference():
         block_size=4, max_blocks=10, max_seqlen_q=1, dtype=torch.float32, backend="reference",
     )  # fmt: skip
     assert made is None
+
+
+@pytest.mark.compiled
+def test_flash_and_plan_ops_trace_with_fake_sizes():
+    """What a GPU step traces, on fake CUDA tensors: no device, no flash-attn, no triton launch."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        lengths = torch.empty(5, dtype=torch.int32)
+        made = torch.ops.fnllm.fa3_metadata(lengths, None, 16, 8, 128, 64, 10, 1, torch.bfloat16, 0)
+        assert made.shape == (1 + 8 * 4,) and made.dtype == torch.int32
+        windowed = torch.ops.fnllm.fa3_metadata(lengths, None, 16, 8, 128, 64, 10, 1, torch.bfloat16, 100)
+        assert windowed.shape == (1 + 8 * 3,)
+        plan = torch.ops.fnllm.decode_plan(lengths, torch.empty(6, dtype=torch.int32), 4, 16, torch.float32, 0)
+        assert plan.shape == (4 + (5 + 4) + 5 + 5 * 4,)

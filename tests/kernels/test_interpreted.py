@@ -29,9 +29,10 @@ if not INTERPRETING:
         assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
 
 else:
+    from triton.runtime import interpreter
+
     from fnllm_kernels import attention_triton, attention_triton_decode, kv_store, norm, qk_norm_rope_store, silu_mul
     from fnllm_kernels.zero_tail import zero_tail
-    from triton.runtime import interpreter
 
     patch_tensor = interpreter._patch_lang_tensor
 

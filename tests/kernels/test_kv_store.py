@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from fnllm_kernels.kv_store import copy_blocks, store_kv
 
 
@@ -31,7 +32,7 @@ def test_copy_blocks_copies_whole_blocks_and_skips_padding():
         assert torch.equal(new[[0, 1, 2, 3, 4]], old[[0, 3, 2, 3, 0]])
 
 
-def test_refuses_what_does_not_belong_together():
+def test_refuses_what_does_not_belong_together(unchecked):
     k_cache, v_cache = caches()
     k, v = torch.randn(2, 3, 3, 5)
     with pytest.raises(ValueError, match=r"must be \[T, K, D\], \[T, K, D\] and \[T\]"):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from fnllm_kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm
 
 
@@ -44,7 +45,7 @@ def test_arguments_are_not_changed():
     assert all(torch.equal(a, b) for a, b in zip((x, residual, weight), kept, strict=True))
 
 
-def test_refuses_what_does_not_belong_together():
+def test_refuses_what_does_not_belong_together(unchecked):
     with pytest.raises(ValueError, match=r"weight \(7,\); they must be \[T, H\] and \[H\]"):
         rms_norm(torch.randn(3, 8), torch.randn(7), 1e-5)
     with pytest.raises(ValueError, match="one shape and dtype"):

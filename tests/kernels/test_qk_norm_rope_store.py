@@ -3,6 +3,7 @@
 import kernel_cases as cases
 import pytest
 import torch
+
 from fnllm_kernels.qk_norm_rope_store import qk_norm_rope_store
 
 SHAPES = [(4, 2, 8), (9, 3, 24), (3, 1, 10), (2, 2, 2)]
@@ -36,7 +37,7 @@ def test_rotates_as_transformers_does():
     assert torch.allclose(qk_norm_rope_store(*case), want[0].transpose(0, 1), atol=1e-6)
 
 
-def test_refuses_what_does_not_belong_together():
+def test_refuses_what_does_not_belong_together(unchecked):
     case = cases.rope_case(4, 2, 8, 5, norm=True, dtype=torch.float32, device="cpu", seed=0)
     odd = torch.zeros(5, 4, 2, 9)
     with pytest.raises(ValueError, match="head_dim is 9; it must be even"):

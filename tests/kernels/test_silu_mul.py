@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from fnllm_kernels.silu_mul import silu_mul
 
 
@@ -15,7 +16,7 @@ def test_equals_float64(dtype, bound, width):
     assert (out.double() - want).norm() / want.norm() < bound and out.shape == (5, width)
 
 
-def test_refuses_odd_rows():
+def test_refuses_odd_rows(unchecked):
     with pytest.raises(ValueError, match=r"gate_up is \(2, 5\); it must be \[T, 2 \* I\]"):
         silu_mul(torch.randn(2, 5))
 

@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from fnllm.score import score
-from fnllm_weights import ModelConfig, check_params, load, local_sizes
+from fnllm import Layers, Sampling, forward, generate, load, score
+from fnllm.layers import lm_head
+from fnllm.rope import make_rope
+from fnllm.scoring import context, packed_batch
+from fnllm_weights import ModelConfig, check_params, local_sizes, save
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "fnllm" / "demo"
@@ -144,14 +147,15 @@ def test_rate_rises_and_falls_to_zero():
 
 @pytest.fixture(scope="module")
 def demo():
-    return load(DEMO)
+    return load(device="cpu")
 
 
 def test_demo_is_small_and_whole():
     names = {path.name for path in DEMO.iterdir()}
     needed = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert needed | {"README.md"} <= names
+    assert needed | {"README.md"} == names
     assert sum(path.stat().st_size for path in DEMO.iterdir()) <= 12_000_000
+    assert {path.stat().st_mode & 0o444 for path in DEMO.iterdir()} == {0o444}
 
 
 def test_demo_is_what_the_script_trains(demo):
@@ -159,16 +163,60 @@ def test_demo_is_what_the_script_trains(demo):
     assert local_sizes(demo.config, demo.shard).vocab_rows == 4096
 
 
-# the first verses of a chapter that training never saw, in today's spelling of the tokenizer
-HELD_OUT = ""
+# the start of a chapter that training never saw
+HELD_OUT = (
+    "And it came to pass after these things, that the butler of the king of Egypt and his baker had offended their "
+    "lord the king of Egypt. And Pharaoh was wroth against two of his officers, against the chief of the butlers, and "
+    "against the chief of the bakers. And he put them in ward in the house of the captain of the guard, into the "
+    "prison, the place where Joseph was bound."
+)
 
 
 def test_demo_prefers_english_to_its_words_shuffled(demo):
-    words = HELD_OUT.split()
-    shuffled = " ".join(np.random.default_rng(0).permutation(words))
+    shuffled = " ".join(np.random.default_rng(0).permutation(HELD_OUT.split()))
     scores = score(demo, [demo.tokenizer.encode(sample) for sample in (HELD_OUT, shuffled)])
-    assert scores[0].mean() > -3.6
+    assert scores[0].mean() > -3.1  # the mean of all held-out chapters
     assert scores[1].mean() < scores[0].mean() - 2
+
+
+# At each of these steps the best token leads by 0.05 or more, so rounding does not change the text.
+GREEDY = {
+    "And the LORD said unto Moses": ", Go up, go up into the mount, and stand before the LORD: And thou shalt",
+    "It was a": " very fine place, and the very beautiful place, and the beautiful prospects of the house",
+}
+
+
+@pytest.mark.parametrize("prompt", GREEDY)
+def test_demo_completes_a_prompt_as_it_always_did(demo, prompt):
+    expected = GREEDY[prompt]
+    greedy = Sampling(temperature=0, max_tokens=len(demo.tokenizer.encode(expected)))
+    assert generate(demo, prompt, greedy, compile="none", progress=False)[0].text == expected
+
+
+def test_demo_stops_at_the_end_of_a_chapter(demo):
+    """The last psalm ends here, and training ended each document with the end-of-text token."""
+    verse = "Let every thing that hath breath praise the LORD. Praise ye the LORD."
+    (completion,) = generate(demo, verse, Sampling(temperature=0, max_tokens=4), compile="none", progress=False)
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == ("", "stop", 0)
+
+
+def test_demo_agrees_with_transformers(demo):
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    sentence = "Mr. Darcy, said the LORD, is a man of 10,000 a year."
+    ids = demo.tokenizer.encode(sentence)
+    assert transformers.AutoTokenizer.from_pretrained(DEMO).encode(sentence) == list(ids)
+    ctx = context(demo, packed_batch(torch.tensor(ids), [len(ids)], make_rope(demo.config, "cpu")), Layers())
+    with torch.no_grad():
+        logits = lm_head(demo.tree["lm_head"], forward(demo.tree, ctx), ctx)
+        torch.testing.assert_close(logits, reference(torch.tensor([ids])).logits[0], rtol=0, atol=1e-4)
+
+
+def test_saved_weights_can_be_read_by_whom_the_config_can(demo, tmp_path):
+    save(demo, tmp_path)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
+    assert (tmp_path / "model.safetensors").read_bytes() == (DEMO / "model.safetensors").read_bytes()
 
 
 # weights of other makers

@@ -14,15 +14,18 @@ class Architecture(NamedTuple):
     # Which layers have the sliding window: "none"; "all" of them; "switched": all, if use_sliding_window;
     # "layers": those that layer_types (or max_window_layers) names, if use_sliding_window.
     window: str
+    max_positions: int  # where max_position_embeddings is missing
     sparse: bool = False
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "Qwen3ForCausalLM": Architecture("qwen3", True, "attention_bias", "attention_bias", False, "layers"),
-    "Qwen2ForCausalLM": Architecture("qwen2", False, True, False, False, "layers"),
-    "LlamaForCausalLM": Architecture("llama", False, "attention_bias", "attention_bias", "mlp_bias", "none"),
-    "MistralForCausalLM": Architecture("mistral", False, False, False, False, "all"),
-    "Qwen3MoeForCausalLM": Architecture("qwen3_moe", True, "attention_bias", "attention_bias", False, "switched", True),
+    "Qwen3ForCausalLM": Architecture("qwen3", True, "attention_bias", "attention_bias", False, "layers", 32768),
+    "Qwen2ForCausalLM": Architecture("qwen2", False, True, False, False, "layers", 32768),
+    "LlamaForCausalLM": Architecture("llama", False, "attention_bias", "attention_bias", "mlp_bias", "none", 2048),
+    "MistralForCausalLM": Architecture("mistral", False, False, False, False, "all", 131072),
+    "Qwen3MoeForCausalLM": Architecture(
+        "qwen3_moe", True, "attention_bias", "attention_bias", False, "switched", 32768, sparse=True
+    ),
 }
 
 # Fields that ModelConfig reads for every architecture.
@@ -52,8 +55,8 @@ HARMLESS_FIELDS = frozenset(
     unsloth_fixed unsloth_version router_aux_loss_coef output_router_logits router_jitter_noise
     output_attentions output_hidden_states output_scores return_dict return_dict_in_generate torchscript
     use_bfloat16 tf_legacy_loss is_decoder chunk_size_feed_forward gradient_checkpointing attn_implementation
-    use_flash_attn id2label label2id problem_type finetuning_task task_specific_params prefix pruned_heads
-    num_return_sequences max_length min_length do_sample early_stopping num_beams num_beam_groups
+    use_flash_attn max_sequence_length id2label label2id problem_type finetuning_task task_specific_params prefix
+    pruned_heads num_return_sequences max_length min_length do_sample early_stopping num_beams num_beam_groups
     diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size bad_words_ids forced_bos_token_id forced_eos_token_id remove_invalid_values
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens""".split()
@@ -94,7 +97,7 @@ def find_architecture(config: dict) -> tuple[str, Architecture]:
             raise ValueError(
                 f"config.json names no architecture (model_type={config.get('model_type')!r}); {supported}"
             )
-    if not isinstance(named, list | tuple) or len(named) != 1 or named[0] not in ARCHITECTURES:
+    if not isinstance(named, list | tuple) or len(named) != 1 or str(named[0]) not in ARCHITECTURES:
         found = ", ".join(map(str, named)) if isinstance(named, list | tuple) else repr(named)
         raise ValueError(f"architecture {found} is not supported; {supported}")
     return named[0], ARCHITECTURES[named[0]]

@@ -1,12 +1,14 @@
 """Chat templates: messages to text, in a sandbox, with the helpers that published templates expect."""
 
+import difflib
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -72,6 +74,23 @@ def compile_template(source: str) -> jinja2.Template:
         return environment.from_string(source)
     except jinja2.exceptions.TemplateError as error:
         raise ValueError(f"the chat template is no valid Jinja template: {error}") from error
+
+
+@functools.lru_cache(maxsize=32)
+def variables_of(source: str) -> frozenset[str]:
+    """Names that the template reads and does not set itself."""
+    environment = compile_template(source).environment
+    return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)) - set(environment.globals))
+
+
+def check_variables(source: str, names: Iterable[str]) -> None:
+    """Raise TypeError for a name that the template does not read: given to it, it would vanish without effect."""
+    for name in names:
+        if name not in variables_of(source):
+            own = sorted(variables_of(source))
+            close = difflib.get_close_matches(name, own, n=1)
+            advice = f"did you mean {close[0]}?" if close else f"it reads {', '.join(own)}"
+            raise TypeError(f"the chat template has no variable {name!r}; {advice}")
 
 
 def render(source: str, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None,

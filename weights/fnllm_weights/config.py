@@ -1,6 +1,5 @@
 """ModelConfig: what config.json and generation_config.json say, read once and checked (pure)."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,32 +7,13 @@ from .architectures import (
     ARCHITECTURES,
     COMMON_FIELDS,
     HARMLESS_FIELDS,
-    ROPE_FIELDS,
     SPARSE_FIELDS,
     WINDOW_FIELDS,
     Architecture,
     find_architecture,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary embedding settings; None where the file gives no value and the scaling has a rule of its own."""
-
-    rope_theta: float = 10000.0
-    rope_type: str = "default"
-    factor: float | None = None
-    original_max_position_embeddings: int | None = None
-    attention_factor: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    short_factor: tuple[float, ...] | None = None
-    long_factor: tuple[float, ...] | None = None
-    truncate: bool = True
+from .fields import first_id, read_bool, read_dtype, read_flag, read_float, read_ids, read_int
+from .rope_config import RopeConfig, read_rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +65,6 @@ class ModelConfig:
         Raises ValueError that names the field: unsupported architecture (checked first), quantised weights, a value
         out of range, or a field this reader does not know and that is switched on.
         """
-        if not isinstance(config, dict):
-            raise ValueError(f"config.json must hold one JSON object, found {type(config).__name__}")
         name, arch = find_architecture(config)
         if quantised := config.get("quantization_config"):
             method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
@@ -94,32 +72,34 @@ class ModelConfig:
                 f"quantised checkpoints are not supported (quantization_config: {method}); use the unquantised weights"
             )
         _refuse_unknown(config, name, arch)
-        hidden, heads = _int(config, "hidden_size"), _int(config, "num_attention_heads")
-        layers = _int(config, "num_hidden_layers")
-        max_positions = _int(config, "max_position_embeddings", 2048)
+        hidden, heads = read_int(config, "hidden_size"), read_int(config, "num_attention_heads")
+        layers = read_int(config, "num_hidden_layers")
+        max_positions = read_int(config, "max_position_embeddings", arch.max_positions)
         generation = generation_config or {}
+        vocab_size = read_int(config, "vocab_size")
         return ModelConfig(
             architecture=name,
-            vocab_size=_int(config, "vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=hidden,
-            intermediate_size=_int(config, "intermediate_size"),
+            intermediate_size=read_int(config, "intermediate_size"),
             num_hidden_layers=layers,
             num_attention_heads=heads,
-            num_key_value_heads=_int(config, "num_key_value_heads", heads),
-            head_dim=_int(config, "head_dim", _default_head_dim(config, hidden, heads)),
-            rms_norm_eps=_float(config, "rms_norm_eps", 1e-6),
+            num_key_value_heads=read_int(config, "num_key_value_heads", heads),
+            head_dim=read_int(config, "head_dim", _default_head_dim(config, hidden, heads)),
+            rms_norm_eps=read_float(config, "rms_norm_eps", 1e-6),
             hidden_act=config.get("hidden_act") or "silu",
-            tie_word_embeddings=_bool(config, "tie_word_embeddings"),
+            tie_word_embeddings=read_bool(config, "tie_word_embeddings"),
             max_position_embeddings=max_positions,
-            rope=_rope(config, max_positions),
-            qkv_bias=_flag(config, arch.qkv_bias),
-            o_bias=_flag(config, arch.o_bias),
-            mlp_bias=_flag(config, arch.mlp_bias),
+            rope=read_rope(config, max_positions),
+            qkv_bias=read_flag(config, arch.qkv_bias),
+            o_bias=read_flag(config, arch.o_bias),
+            mlp_bias=read_flag(config, arch.mlp_bias),
             qk_norm=arch.qk_norm,
             sliding_window=_windows(config, arch, layers),
-            bos_token_id=_first_id(config, generation, "bos_token_id"),
-            eos_token_ids=_all_ids(config, generation, "eos_token_id"),
-            dtype=_dtype(config),
+            bos_token_id=first_id(config, generation, "bos_token_id"),
+            # An id beyond the vocabulary can never be produced, and whoever masks it would write out of bounds.
+            eos_token_ids=tuple(i for i in read_ids(config, generation, "eos_token_id") if i < vocab_size),
+            dtype=read_dtype(config),
             generation_defaults=_generation_defaults(generation),
             **(_experts(config, layers) if arch.sparse else {}),
         )
@@ -147,73 +127,20 @@ def _refuse_unknown(config: dict, name: str, arch: Architecture) -> None:
         )
 
 
-def _rope(config: dict, max_positions: int) -> RopeConfig:
-    new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
-    for field, value in (("rope_parameters", new), ("rope_scaling", old)):
-        if not isinstance(value, dict):
-            raise ValueError(f"{field} must be a JSON object or null, found {value!r}")
-    given: dict[str, Any] = {}
-    # The same quantity may stand in several places: equal values are one, different ones have no right reading.
-    places = [("", {"rope_theta": config.get("rope_theta")}), ("rope_scaling.", old), ("rope_parameters.", new)]
-    places.append(("", {"partial_rotary_factor": config.get("partial_rotary_factor")}))
-    places.append(("", {"original_max_position_embeddings": config.get("original_max_position_embeddings")}))
-    for place, values in places:
-        for key, value in values.items():
-            key = "rope_type" if key == "type" else key
-            if value is None:
-                continue
-            if given.setdefault(key, value) != value:
-                raise ValueError(f"config.json gives two values for {key}: {given[key]!r} and {place}{key}={value!r}")
-    kind = given.pop("rope_type", "default")
-    if kind not in ROPE_FIELDS:
-        raise ValueError(f"rope_type={kind!r} is not supported; supported: {', '.join(ROPE_FIELDS)}")
-    if given.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor other than 1.0 is not supported: the whole head is rotated")
-    theta = given.pop("rope_theta", 10000.0)
-    required, optional = ROPE_FIELDS[kind]
-    given.pop("finetuned", None)  # a note in early yarn files
-    if kind in ("default", "linear", "dynamic"):
-        given.pop("original_max_position_embeddings", None)  # these scalings count from max_position_embeddings
-    if unknown := sorted(given.keys() - required - optional):
-        raise ValueError(
-            f"rope scaling {kind!r} has no entry {', '.join(unknown)}; it reads {sorted(required | optional)}"
-        )
-    if kind in ("yarn", "longrope", "llama3"):
-        original = given.setdefault("original_max_position_embeddings", max_positions)
-        if kind != "llama3" and "factor" not in given:
-            given["factor"] = max_positions / original
-    if missing := sorted(required - given.keys()):
-        raise ValueError(f"rope scaling {kind!r} needs {', '.join(missing)}, which config.json does not give")
-    values = {key: _rope_value(key, value) for key, value in {"rope_theta": theta, **given}.items()}
-    return RopeConfig(rope_type=kind, **values)
-
-
-def _rope_value(key: str, value: Any) -> Any:
-    if key in ("short_factor", "long_factor"):
-        if not isinstance(value, list | tuple) or not all(_is_number(v) and v > 0 for v in value):
-            raise ValueError(f"rope {key} must be a list of positive numbers, found {value!r}")
-        return tuple(float(v) for v in value)
-    if key == "truncate":
-        if not isinstance(value, bool):
-            raise ValueError(f"rope truncate must be true or false, found {value!r}")
-        return value
-    # Zero stands for "not given" in these.
-    may_be_zero = key in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow")
-    if not _is_number(value) or value < 0 or (value == 0 and not may_be_zero):
-        raise ValueError(f"rope {key} must be a positive number, found {value!r}")
-    return int(value) if key == "original_max_position_embeddings" else float(value)
-
-
 def _windows(config: dict, arch: Architecture, layers: int) -> tuple[int | None, ...]:
-    switched_off = arch.window in ("layers", "switched") and not _bool(config, "use_sliding_window")
+    switched_off = arch.window in ("layers", "switched") and not read_bool(config, "use_sliding_window")
     window = None if arch.window == "none" or switched_off else _window_size(config)
     if arch.window == "layers":
-        first = _int(config, "max_window_layers", 28, low=0)
+        first = read_int(config, "max_window_layers", 28, low=0)
         uses = [index >= first for index in range(layers)]
     else:
         uses = [True] * layers
     if (types := config.get("layer_types")) is not None:
-        if len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}:
+        if (
+            not isinstance(types, list | tuple)
+            or len(types) != layers
+            or not set(types) <= {"full_attention", "sliding_attention"}
+        ):
             raise ValueError(
                 f"layer_types must have one of full_attention, sliding_attention for each of {layers} layers, "
                 f"found {types!r}"
@@ -231,7 +158,7 @@ def _windows(config: dict, arch: Architecture, layers: int) -> tuple[int | None,
 
 def _window_size(config: dict) -> int | None:
     # A missing field means 4096 in every architecture that has a window; null means none.
-    return None if config.get("sliding_window", 4096) is None else _int(config, "sliding_window", 4096)
+    return None if config.get("sliding_window", 4096) is None else read_int(config, "sliding_window", 4096)
 
 
 def _experts(config: dict, layers: int) -> dict[str, Any]:
@@ -239,14 +166,16 @@ def _experts(config: dict, layers: int) -> dict[str, Any]:
         raise ValueError(
             f"num_experts={config['num_experts']} and num_local_experts={config['num_local_experts']} differ"
         )
-    experts = _int(config, "num_experts", config.get("num_local_experts", 128))
-    step = _int(config, "decoder_sparse_step", 1)
+    experts = read_int(config, "num_experts", config.get("num_local_experts", 128))
+    step = read_int(config, "decoder_sparse_step", 1)
     dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list | tuple):
+        raise ValueError(f"mlp_only_layers must be a list of layer numbers, found {dense!r}")
     return {
         "num_experts": experts,
-        "num_experts_per_tok": _int(config, "num_experts_per_tok", 8),
-        "moe_intermediate_size": _int(config, "moe_intermediate_size", 768),
-        "norm_topk_prob": _bool(config, "norm_topk_prob"),
+        "num_experts_per_tok": read_int(config, "num_experts_per_tok", 8),
+        "moe_intermediate_size": read_int(config, "moe_intermediate_size", 768),
+        "norm_topk_prob": read_bool(config, "norm_topk_prob"),
         "sparse_layers": tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
     }
 
@@ -284,65 +213,6 @@ def _check(config: ModelConfig) -> None:
         factors = getattr(rope, name)
         if factors is not None and len(factors) != config.head_dim // 2:
             raise ValueError(f"rope {name} has {len(factors)} numbers; head_dim={config.head_dim} needs half as many")
-
-
-def _flag(config: dict, decided_by: bool | str) -> bool:
-    return _bool(config, decided_by) if isinstance(decided_by, str) else decided_by
-
-
-def _bool(config: dict, field: str) -> bool:
-    value = config.get(field)
-    if value not in (None, True, False):
-        raise ValueError(f"{field} must be true or false, found {value!r}")
-    return bool(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _int(config: dict, field: str, default: int | None = None, low: int = 1) -> int:
-    value = config.get(field)
-    value = default if value is None else value
-    if value is None:
-        raise ValueError(f"config.json lacks {field}")
-    if not _is_number(value) or value != int(value) or value < low:
-        raise ValueError(f"{field} must be a whole number of at least {low}, found {value!r}")
-    return int(value)
-
-
-def _float(config: dict, field: str, default: float) -> float:
-    value = config.get(field, default)
-    if not _is_number(value) or value <= 0:
-        raise ValueError(f"{field} must be a positive number, found {value!r}")
-    return float(value)
-
-
-def _all_ids(config: dict, generation: dict, field: str) -> tuple[int, ...]:
-    ids: list[int] = []
-    for source in (config, generation):
-        value = source.get(field)
-        for one in value if isinstance(value, list | tuple) else [] if value is None else [value]:
-            if not _is_number(one) or one != int(one):
-                raise ValueError(f"{field} must be a token id or a list of them, found {value!r}")
-            # Some files write -1 for "none".
-            if one >= 0 and int(one) not in ids:
-                ids.append(int(one))
-    return tuple(ids)
-
-
-def _first_id(config: dict, generation: dict, field: str) -> int | None:
-    return next(iter(_all_ids(config, generation, field)), None)
-
-
-def _dtype(config: dict) -> str | None:
-    value = config.get("dtype", config.get("torch_dtype"))
-    if value is None or value == "auto":
-        return None
-    name = str(value).removeprefix("torch.")
-    if name not in ("float32", "float16", "bfloat16"):
-        raise ValueError(f"dtype={value!r} is not supported; supported: float32, float16, bfloat16")
-    return name
 
 
 def _generation_defaults(generation: dict) -> tuple[tuple[str, Any], ...]:

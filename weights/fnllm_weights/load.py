@@ -76,14 +76,17 @@ def read_config(folder: Path) -> ModelConfig:
     )
 
 
-def read_json(file: Path) -> Any:
-    """Parsed JSON; ValueError that names the file when it is missing or broken."""
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object; ValueError that names the file when it is missing, broken or something else."""
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{file} does not exist; a checkpoint folder needs it") from None
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} must hold one JSON object, found {type(found).__name__}")
+    return found
 
 
 def read_headers(folder: Path) -> dict[str, TensorInfo]:

@@ -72,11 +72,13 @@ def build_tree(config: ModelConfig, tensors: Mapping[Path, Tensor]) -> ParamTree
 def walk(tree: ParamTree) -> Iterator[tuple[Path, Tensor]]:
     """Every (path, tensor) of a tree; a tied head comes twice."""
     parts: dict[str, Any] = {**tree}
-    for index, layer in enumerate(parts.pop("layers")):
-        for name, tensor in layer.items():
-            yield ("layers", index, name), tensor
-    for key, tensor in parts.items():
-        yield (key,), tensor
+    for key, part in parts.items():
+        if isinstance(part, Tensor):
+            yield (key,), part
+            continue
+        for index, layer in enumerate(part):
+            for name, tensor in layer.items():
+                yield (key, index, name), tensor
 
 
 def check_params(params: Params) -> Params:

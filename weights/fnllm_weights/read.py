@@ -91,7 +91,7 @@ def _fill_gpu(
     handles: Mapping[str, Any],
     tensors: Mapping[Path, Tensor],
     device: torch.device,
-    ready: torch.cuda.Event,
+    ready: Any,  # the CUDA event after which the tensors may be written
 ) -> Counter[str]:
     read: Counter[str] = Counter()
     # A new thread starts on device 0, where even pinned memory would open a context.

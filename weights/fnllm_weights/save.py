@@ -86,6 +86,8 @@ def _save_weights(tensors: dict[str, Tensor], folder: Path, dtype: torch.dtype, 
         # Clones: the format refuses views that share memory.
         part = {name: tensors[name].detach().to("cpu", dtype, copy=True).contiguous() for name in names}
         save_file(part, folder / file, metadata={"format": "pt"})
+        # safetensors lets the owner alone read what it writes: give it the mode of the files beside it.
+        (folder / file).chmod((folder / "config.json").stat().st_mode & 0o777)
         weight_map.update(dict.fromkeys(names, file))
     # What an earlier checkpoint left in the folder would be read in place of these files.
     (folder / ("model.safetensors.index.json" if len(groups) == 1 else "model.safetensors")).unlink(missing_ok=True)
@@ -111,8 +113,8 @@ def config_dict(config: ModelConfig, dtype: str) -> dict[str, Any]:
     found["eos_token_id"] = _ids(config)
     if rope.rope_type != "default":
         fields = {name: value for name, value in vars(rope).items() if value is not None and name != "rope_theta"}
-        if rope.rope_type != "yarn":
-            fields.pop("truncate")
+        if rope.truncate:
+            del fields["truncate"]  # true is what a reader takes anyway
         found["rope_scaling"] = {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
     for flag, value in ((arch.qkv_bias, config.qkv_bias), (arch.mlp_bias, config.mlp_bias)):
         if isinstance(flag, str):

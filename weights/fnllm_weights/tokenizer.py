@@ -68,26 +68,31 @@ class Tokenizer:
         """The id of a token spelled as in the vocabulary, None if there is none."""
         return self.backend.token_to_id(token)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
+    def chat(self, messages: Sequence[Any], *, tools: Sequence[Mapping[str, Any]] | None = None,
              add_generation_prompt: bool = True, enable_thinking: bool | None = None, **variables: Any) -> list[int]:
-        """The ids of a chat; the template writes every special token itself, so that none comes twice."""
+        """The ids of a chat, dicts with role and content; see `chat_text`.
+
+        The template writes every special token itself, so the tokenizer adds none and no BOS comes twice.
+        """
         text = self.chat_text(messages, tools=tools, add_generation_prompt=add_generation_prompt,
                               enable_thinking=enable_thinking, **variables)
         return self.encode(text, add_special_tokens=False)
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
+    def chat_text(self, messages: Sequence[Any], *, tools: Sequence[Mapping[str, Any]] | None = None,
                   add_generation_prompt: bool = True, enable_thinking: bool | None = None,
                   **variables: Any) -> str:
         """The chat as text.
 
         `enable_thinking` and other `variables` go to the template as they are (None: not given). Raises ValueError
-        without a template and when the template refuses the messages, TypeError for what is no chat.
+        without a template and when the template refuses the messages, TypeError for what is no chat and for a variable
+        that the template does not have (but many have no thinking switch: that one may be given to any).
         """
         chat_template.check_messages(messages)
         name = "tool_use" if tools and "tool_use" in self.chat_templates else "default"
         if name not in self.chat_templates:
             raise ValueError("this tokenizer has no chat template; give text or token ids, or a checkpoint with a "
                              "chat_template.jinja")
+        chat_template.check_variables(self.chat_templates[name], variables)
         if enable_thinking is not None:
             variables["enable_thinking"] = enable_thinking
         return chat_template.render(self.chat_templates[name], messages, tools=tools,

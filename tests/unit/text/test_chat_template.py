@@ -55,6 +55,17 @@ def test_other_variables_and_special_tokens_reach_the_template():
     assert with_template("{{ eos_token }}{{ custom }}", eos_token="<|im_end|>").chat_text(HI, custom=7) == "<|im_end|>7"
 
 
+@pytest.mark.parametrize(("given", "match"), [
+    ("custum", "no variable 'custum'; did you mean custom"),
+    ("tokenize", "no variable 'tokenize'; it reads custom, messages$"),
+])
+def test_a_variable_the_template_does_not_have_is_an_error(given, match):
+    source = "{% set ns = namespace(x=1) %}{{ messages | length }}{{ custom }}{{ ns.x }}"
+    with pytest.raises(TypeError, match=match):
+        text(source, **{given: 1})
+    assert text(source, enable_thinking=False, custom=5) == "151"
+
+
 def test_helpers_of_published_templates():
     assert text("{{ {'a': '<b> & é'} | tojson }}") == '{"a": "<b> & é"}'
     assert text("{{ [1, 2] | tojson(indent=1) }}") == "[\n 1,\n 2\n]"
@@ -112,7 +123,10 @@ def test_a_failing_template_is_an_error_of_the_request():
 ])
 def test_what_is_no_chat_is_refused(messages, error, match):
     with pytest.raises(error, match=match):
-        with_template(CHATML).chat(messages)
+        chat_template.check_messages(messages)
+    if error is ValueError:
+        with pytest.raises(error, match=match):
+            with_template(CHATML).chat(messages)
 
 
 def test_a_tool_call_needs_no_content():

