@@ -15,6 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "weights")]
 
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # its pool of processes would not know what to do after a fork
+
 import einops._torch_specific  # noqa: F401  these two take seconds, once for all ranks
 import torch
 import torch._dynamo
