@@ -7,9 +7,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fnllm_weights import ModelConfig, Params, save
-
+    from fnllm.capture import Capture, capture_bytes
     from fnllm.completion import Chunk, Completion
+    from fnllm.edits import Edit, ablate, patch, steer
     from fnllm.engines import Engine, engine
     from fnllm.generation import generate, stream
     from fnllm.layers import Layers
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from fnllm.sampling import Sampling
     from fnllm.scoring import score
     from fnllm.state import State, abort, add, append, finish, fork, show, tokens, truncate
-    from fnllm.capture import Capture, capture_bytes
-    from fnllm.edits import Edit, ablate, patch, steer
     from fnllm.tensor_parallel import TensorParallel, simulate
+    from fnllm_weights import ModelConfig, Params, save
 
 _HOMES = {
     "fnllm_weights": ("ModelConfig", "Params", "save"),

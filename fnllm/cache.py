@@ -6,9 +6,10 @@ Only `fnllm::store_kv` and `fnllm::copy_blocks` write into it.
 from typing import NamedTuple
 
 import torch
-from fnllm_weights import LocalSizes, ModelConfig
 from jaxtyping import Float
 from torch import Tensor
+
+from fnllm_weights import LocalSizes, ModelConfig
 
 
 class KVCache(NamedTuple):

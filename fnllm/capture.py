@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from fnllm_weights import ModelConfig
 from jaxtyping import Int
 
 from fnllm.scheduler import Plan
+from fnllm_weights import ModelConfig
 
 LAYER_SITES = ("resid_pre", "q", "k", "v", "attn_out", "resid_mid", "mlp_out", "resid_post")
 FINAL_SITES = ("final_norm", "logits")

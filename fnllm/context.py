@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from fnllm_weights import LocalSizes, ModelConfig
 from torch import Tensor
 
 from fnllm.batch import Batch
 from fnllm.cache import KVCache
 from fnllm.taps import Taps
 from fnllm.tensor_parallel import TensorParallel
+from fnllm_weights import LocalSizes, ModelConfig
 
 if TYPE_CHECKING:
     from fnllm.layers import Layers

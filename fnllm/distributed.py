@@ -15,10 +15,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from fnllm_weights import Params, Shard
 
 from fnllm.fingerprint import fingerprint
 from fnllm.tensor_parallel import SINGLE, TensorParallel, process_group_tp
+from fnllm_weights import Params, Shard
 
 TIMEOUT_NAME, TIMEOUT_SECONDS = "FNLLM_TIMEOUT_S", 600.0
 FAILED, INTERRUPTED = 1, 130  # exit statuses

@@ -6,12 +6,20 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from fnllm_weights import Params
 
 from fnllm import scheduler
-from fnllm.capture import NOTHING, Capture, CapturedRows, as_capture, captured_rows, expand, needs_whole_prompt, union_of_sites
-from fnllm.edits import Edit, channels_of, edit_key, placed
+from fnllm.capture import (
+    NOTHING,
+    Capture,
+    CapturedRows,
+    as_capture,
+    captured_rows,
+    expand,
+    needs_whole_prompt,
+    union_of_sites,
+)
 from fnllm.distributed import world
+from fnllm.edits import Edit, channels_of, edit_key, placed
 from fnllm.layers import Layers
 from fnllm.machine import Job, Machine, Variant, looks_back
 from fnllm.options import EngineOptions, resolve
@@ -21,6 +29,7 @@ from fnllm.sampling import Sampling
 from fnllm.scheduler import Events, Plan, Request, SchedulerConfig
 from fnllm.state import State
 from fnllm.tensor_parallel import TensorParallel
+from fnllm_weights import Params
 
 
 class Flight(NamedTuple):

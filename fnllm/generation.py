@@ -5,11 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fnllm_weights import Params
-
+from fnllm.capture import capture_bytes, captures_of_each, expand, union_of_sites
 from fnllm.completion import Chunk, Completion, failed
 from fnllm.distributed import agree
-from fnllm.capture import capture_bytes, captures_of_each, expand, union_of_sites
 from fnllm.edits import Edit, channels_of, edits_of_each
 from fnllm.engines import Engine, Flight, machine_for
 from fnllm.layers import Layers
@@ -21,6 +19,7 @@ from fnllm.sampling import Sampling, check_sampling
 from fnllm.scoring import prompt_logprobs
 from fnllm.state import abort, add
 from fnllm.tracks import Track, absorb, track
+from fnllm_weights import Params
 
 
 def generate(

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-import fnllm_weights
 import torch
-from fnllm_weights import Params
 
+import fnllm_weights
 from fnllm.distributed import join, launched, local_device, together
+from fnllm_weights import Params
 
 DEMO = Path(__file__).parent / "demo"
 

@@ -14,7 +14,7 @@ from fnllm_weights.params import walk
 from fnllm.batch import Rows
 from fnllm.cache import allocate, block_bytes, blocks_that_fit
 from fnllm.capture import NOTHING, Capture
-from fnllm.compiled import HostInputs, Resident, StepRunner, ladder, round_up
+from fnllm.compiled import TRACED_MODES, HostInputs, Resident, StepRunner, ladder, round_up
 from fnllm.distributed import least
 from fnllm.edits import Channel, Edit
 from fnllm.layers import Layers
@@ -29,6 +29,7 @@ from fnllm.state import State
 from fnllm.step import StepOutput, StepSpec
 from fnllm.taps import Choice
 from fnllm.tensor_parallel import TensorParallel
+from fnllm.trial import try_step
 from fnllm.watch import watch
 
 CAPTURED_PREFILL = (64, 128, 256, 512, 1024, 2048)  # prefill steps up to the last of these are replayed as graphs
@@ -75,6 +76,7 @@ class Machine:
         self.resident = Resident(cache, rows, make_rope(params.config, self.device))
         self.runners: dict[StepSpec, StepRunner] = {}
         self.last_runner: tuple[Variant | None, SamplerFeatures | None, StepRunner | None] = (None, None, None)
+        self.tried: set[Variant] = set()  # whose functions have passed a trial
         self.choices: dict[tuple[Channel, ...], tuple[Choice, ...]] = {(): ()}  # of each row, for each set of channels
         self.features: list[SamplerFeatures] = [SamplerFeatures()] * options.max_num_seqs  # of each row
         self.batch_rows, self.batch_features = np.zeros(0, np.int32), SamplerFeatures()
@@ -152,7 +154,7 @@ class Machine:
         else:
             variant = variant._replace(capture=())
         with torch.no_grad():
-            return self.runner(variant, self.features_for(plan))(
+            return self.runner(variant, self.features_for(plan), params.tree)(
                 params.tree, inputs, max_context=max_context, capture=capture
             )
 
@@ -266,7 +268,7 @@ class Machine:
         entry[:tokens] = np.repeat(np.arange(entries), plan.query_lens)
         return HostInputs(row, accept, cu_seqlens, token_ids, entry), capture
 
-    def runner(self, variant: Variant, features: SamplerFeatures) -> StepRunner:
+    def runner(self, variant: Variant, features: SamplerFeatures, tree: dict) -> StepRunner:
         """The runner for a variant and what its sampler must do; the last one is found without hashing."""
         last_variant, last_features, runner = self.last_runner
         if last_variant is variant and last_features == features and runner is not None:
@@ -285,6 +287,10 @@ class Machine:
         )
         if spec not in self.runners:
             rows = self.resident.rows._replace(edits=self.choices_of(variant.edits))
+            functions = variant._replace(capture=())
+            if functions not in self.tried and functions != Variant():
+                try_step(tree, self.resident._replace(rows=rows), spec, traced=self.options.compile in TRACED_MODES)
+                self.tried.add(functions)
             self.runners[spec] = StepRunner(spec, self.resident._replace(rows=rows), self.options.compile, self.report)
         self.last_runner = (variant, features, self.runners[spec])
         return self.runners[spec]

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from fnllm_kernels.attention import paged_attention
-from fnllm_kernels.invariant_linear import invariant_linear
-from fnllm_kernels.norm import rms_norm
 from jaxtyping import Float
 from torch import Tensor
 
@@ -20,6 +17,9 @@ from fnllm.context import Context
 from fnllm.layers import Layers
 from fnllm.packed_attention import packed_attention
 from fnllm.tensor_parallel import TensorParallel
+from fnllm_kernels.attention import paged_attention
+from fnllm_kernels.invariant_linear import invariant_linear
+from fnllm_kernels.norm import rms_norm
 
 NUMERICS = ("default", "batch_invariant")
 BACKEND = "triton_invariant"  # of paged attention; on a CPU its plain form

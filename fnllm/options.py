@@ -3,11 +3,10 @@
 import dataclasses
 from dataclasses import dataclass
 
-from fnllm_weights import ModelConfig
-
 from fnllm.compiled import COMPILE_MODES
 from fnllm.numerics import BACKEND, check_numerics
 from fnllm.sampling import named_options
+from fnllm_weights import ModelConfig
 
 
 @named_options

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from fnllm_weights import Params, local_sizes
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
@@ -25,6 +24,8 @@ from fnllm.rows import choices_of
 from fnllm.sampler import log_normaliser, masked_logits, token_logprobs, top_tokens
 from fnllm.taps import Taps, whole_site, whole_sites
 from fnllm.tensor_parallel import SINGLE, TensorParallel
+from fnllm.trial import watched_layers
+from fnllm_weights import Params, local_sizes
 
 HEAD_ROWS = 1024  # rows of logits that exist at a time
 
@@ -123,7 +124,7 @@ def passes(
     check_numerics(numerics)
     device = params.tree["norm"].device
     rope = make_rope(params.config, device)
-    layers = layers_for(layers or Layers(), numerics)
+    layers = layers_for(watched_layers(layers or Layers()), numerics)
     layers = checkpointed(layers) if checkpoint else layers
     tp = exchanges_for(tp or world(params.shard), numerics)
     chosen = edits_of_each(edits, len(ids))

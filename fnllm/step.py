@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from fnllm_kernels.attention import attention_metadata
-from fnllm_weights import LocalSizes, ModelConfig
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -16,9 +14,11 @@ from fnllm.edits import Channel
 from fnllm.layers import Layers
 from fnllm.model import forward
 from fnllm.rope import Rope
-from fnllm.sampler import Sampled, SamplerFeatures, sample, take_history, take_rows
+from fnllm.sampler import Sampled, SamplerFeatures, take_history, take_rows
 from fnllm.taps import Taps, whole_sites
 from fnllm.tensor_parallel import TensorParallel
+from fnllm_kernels.attention import attention_metadata
+from fnllm_weights import LocalSizes, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def draw(
     logits: Float[Tensor, "B V"], rows: Rows, inputs: StepInputs, positions: Int[Tensor, " B"], spec: StepSpec
 ) -> Sampled:
     """Sample each entry by its row's settings; the noise depends only on seed, position and token id."""
-    return sample(
+    return spec.layers.sample(
         logits,
         take_rows(rows.sampler, inputs.row),
         positions,
@@ -138,7 +138,9 @@ def draw(
         history=take_history(rows.history, inputs.row) if looks_back(spec.features) else None,
         vocab_start=spec.sizes.vocab_start,
         vocab_limit=spec.vocab_limit,
+        vocab_size=spec.config.vocab_size,
         tp=spec.tp,
+        kernels=logits.is_cuda,
     )
 
 

@@ -7,12 +7,12 @@ is edited, with which values, and which tokens are captured are tensors, so a mi
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from fnllm_weights import ModelConfig, Shard, local_sizes
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from fnllm.edits import Channel, name_of
 from fnllm.tensor_parallel import TensorParallel
+from fnllm_weights import ModelConfig, Shard, local_sizes
 
 if TYPE_CHECKING:
     from fnllm.context import Context

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 import torch
-from fnllm_weights import Params
 from torch import Tensor
 
 from fnllm.capture import NOTHING, Capture, CapturedRows
@@ -12,6 +11,7 @@ from fnllm.engines import StepEvents
 from fnllm.sampling import Sampling
 from fnllm.state import State, abort, finish, tokens
 from fnllm.text import output as text_output
+from fnllm_weights import Params
 
 
 @dataclass
