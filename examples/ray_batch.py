@@ -160,6 +160,8 @@ def run(
 ) -> int:
     """Do what is missing in `out`; the number of parts that were made."""
     out.mkdir(parents=True, exist_ok=True)
+    for left in out.glob("*.unfinished"):  # by workers that died while they wrote
+        left.unlink()
     todo = parts(list(read_rows([source])), {row["id"] for row in results(out)}, part_rows)
     if not todo:
         return 0

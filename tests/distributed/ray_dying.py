@@ -52,4 +52,4 @@ ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100_000_000, l
          runtime_env={"env_vars": environment})  # fmt: skip
 made = ray_batch.run(SOURCE, OUT, workers=2, tp=TP, part_rows=2, worker=Dying,
                      settings=(MODEL, SAMPLING, {"num_blocks": 32, "block_size": 4}))  # fmt: skip
-print(json.dumps({"made": made}))
+(Path(sys.argv[2]) / "made").write_text(json.dumps(made))
