@@ -77,7 +77,9 @@ def end_rank(kind: type[BaseException], error: BaseException, trace: TracebackTy
     if issubclass(kind, RuntimeError) and any(sign in str(error) for sign in CONSEQUENCES):
         lines = [f"fnllm: rank {rank} stopped, because another rank has ended; its error says why\n"]
     else:
-        lines = [f"fnllm: rank {rank} failed:\n", *traceback.format_exception(kind, error, trace)]
+        late = "Timed out" in str(error) and issubclass(kind, RuntimeError)
+        cause = f" (another rank did not come; {TIMEOUT_NAME} sets the limit)" if late else ""
+        lines = [f"fnllm: rank {rank} failed{cause}:\n", *traceback.format_exception(kind, error, trace)]
     sys.stdout.flush()
     sys.stderr.write("".join(lines))  # in one piece: the ranks share a terminal
     sys.stderr.flush()
