@@ -287,3 +287,16 @@ def test_a_decode_step_costs_the_same_for_any_number_of_sequences():
     few = decode_calls(running=8, waiting=0)
     assert decode_calls(running=300, waiting=0) == few
     assert decode_calls(running=8, waiting=2000) <= few + 10
+
+
+def test_the_watched_stop_ids_are_those_of_running_requests():
+    state = scheduler.init(SchedulerConfig(8, 4, 2, 64, 64))
+    for stop in range(20):
+        state, _ = scheduler.add(state, Request((1,), 1 + stop % 3, stop_token_ids=frozenset([stop, 40])))
+    while scheduler.metrics(state).running or len(state.waiting):
+        state, plan = scheduler.schedule(state)
+        ids = state.rows.stop_ids.tolist()
+        running = [state.sequences[int(seq_id)] for seq_id in state.rows.seq_id if seq_id >= 0]
+        assert set().union(*(sequence.request.stop_token_ids for sequence in running)) <= set(ids)
+        assert ids == sorted(ids) and len(ids) <= 4
+        state, _ = scheduler.commit(state, plan, np.full(len(plan.rows), 2**31 - 2))
