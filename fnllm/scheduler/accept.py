@@ -46,8 +46,8 @@ def commit(state: SchedulerState, plan: Plan, tokens: Integer[np.ndarray, " B"])
     if entries.size:
         state, finished = _finish(state, plan, tokens, entries)
     if here is not None and not here.all():
-        state, late = _accept_late(state, plan, tokens, plan.samples & ~here, accepted)
-        finished += late
+        state, late, ended = _accept_late(state, plan, tokens, plan.samples & ~here)
+        accepted, finished = accepted | late, finished + ended
     events = Events(
         step=plan.step,
         seq_ids=plan.seq_ids if accepted is None else read_only(plan.seq_ids[accepted]),
@@ -142,10 +142,9 @@ def _accept_late(
     plan: Plan,
     tokens: Int32[np.ndarray, " B"],
     gone: Bool[np.ndarray, " B"],
-    accepted: Bool[np.ndarray, " B"],
-) -> tuple[SchedulerState, list[Finished]]:
-    """Accepts the tokens of sequences that lost their row after the plan and wait for them; marks those accepted."""
-    finished = []
+) -> tuple[SchedulerState, Bool[np.ndarray, " B"], list[Finished]]:
+    """Accepts the tokens of sequences that lost their row after the plan and wait for them, and says which."""
+    finished, accepted = [], np.zeros_like(gone)
     for entry in gone.nonzero()[0].tolist():
         seq_id, token = int(plan.seq_ids[entry]), int(tokens[entry])
         sequence: Sequence | None = state.sequences.get(seq_id)
@@ -161,4 +160,4 @@ def _accept_late(
         if ending is not None:
             state = end(state, {seq_id: ending[0]})
             finished.append(Finished(seq_id, *ending))
-    return state, finished
+    return state, accepted, finished

@@ -4,13 +4,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .checks import NO_TOKEN
 from .config import blocks_for, max_running
 from .evolve import evolve
 from .line import iterate, remove
 from .pool import Entry, Key, announce, hold, idle, match, take
 from .request import Sequence, known, root
 from .residency import reclaim_newest
-from .state import EMPTY, NO_TOKEN, SchedulerState, shares, update_rows
+from .state import EMPTY, SchedulerState, shares, update_rows
 
 
 class Entrant(NamedTuple):

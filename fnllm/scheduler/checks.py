@@ -4,6 +4,8 @@ from array import array
 from collections.abc import Iterable
 from typing import Any
 
+NO_TOKEN = 2**31 - 1  # above every token id
+
 
 def is_int(value: Any) -> bool:
     """Whether `value` is a whole number by type: an int or a numpy integer, and no bool."""
@@ -18,12 +20,13 @@ def pack_tokens(tokens: Iterable[int], name: str) -> bytes:
     tokens = tuple(tokens)
     try:
         packed = array("i", tokens)
+        if not packed or min(packed) >= 0 and max(packed) < NO_TOKEN:
+            return packed.tobytes()
     except (TypeError, OverflowError):
-        packed = None
-    if packed is None or (packed and (min(packed) < 0 or max(packed) == 2**31 - 1)):
-        for index, token in enumerate(tokens):
-            if not hasattr(token, "__index__"):
-                raise TypeError(f"{name}[{index}]={token!r} is not an integer token id")
-            if not 0 <= token < 2**31 - 1:
-                raise ValueError(f"{name}[{index}]={token} is not a token id: ids are in [0, 2**31 - 1)")
-    return packed.tobytes()
+        pass  # found below, where it can be named
+    for index, token in enumerate(tokens):
+        if not hasattr(token, "__index__"):
+            raise TypeError(f"{name}[{index}]={token!r} is not an integer token id")
+        if not 0 <= token < NO_TOKEN:
+            raise ValueError(f"{name}[{index}]={token} is not a token id: ids are in [0, 2**31 - 1)")
+    raise TypeError(f"{name} is not a series of integer token ids")

@@ -1,6 +1,6 @@
 """`schedule`: which tokens of which sequences the next step computes."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
@@ -116,7 +116,8 @@ def _issue(
     rows, roster = state.rows, work.roster
     computed = rows.computed.copy()
     computed[roster.index] += 1
-    columns, changes = {"computed": computed}, {"roster": roster}
+    columns: dict[str, np.ndarray] = {"computed": computed}
+    changes: dict[str, Any] = {"roster": roster}
     taken, seq_ids, starts, lens, samples = roster.rows, roster.seq_ids, work.starts, roster.query_lens, roster.samples
     tokens = NONE
     if prefill:
@@ -133,6 +134,8 @@ def _issue(
         done = set(rows.seq_id[row[ends == known]].tolist())
         changes["prefilling"] = tuple(seq_id for seq_id in state.prefilling if seq_id not in done)
         changes["roster"] = None if sampling.any() else roster
+    updated, at, blocks = _columns(updates, 3)
+    sources, targets = _columns(state.copies, 2)
     plan = Plan(
         step=state.next_step,
         rows=read_only(taken),
@@ -143,8 +146,8 @@ def _issue(
         prefill_tokens=tokens,
         samples=read_only(samples),
         joins=tuple(_join(state, entrant) for entrant in entrants),
-        table_updates=_columns(updates, 3),
-        copies=_columns(state.copies, 2),
+        table_updates=(updated, at, blocks),
+        copies=(sources, targets),
     )
     counters = state.counters
     counters = counters._replace(

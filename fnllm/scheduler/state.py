@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int32
 
+from .checks import NO_TOKEN
 from .config import SchedulerConfig
 from .evolve import evolve
 from .line import Line
@@ -17,7 +18,6 @@ from .pool import Pool
 from .request import Sequence
 
 EMPTY = -1
-NO_TOKEN = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
