@@ -79,6 +79,7 @@ def _make_roster(rows: Rows, step: int) -> Roster:
     contiguous = count > 0 and taken[0] == 0 and taken[-1] == count - 1
     return Roster(
         index=slice(0, count) if contiguous else taken,
+        tails=taken.astype(np.intp) * rows.tail.shape[1],
         rows=read_only(taken),
         seq_ids=read_only(rows.seq_id[taken]),
         query_lens=read_only(np.ones(count, np.int32)),
@@ -150,7 +151,8 @@ def _issue(
         copies=(sources, targets),
     )
     counters = state.counters
-    counters = counters._replace(
+    counters = evolve(
+        counters,
         prefill_tokens=counters.prefill_tokens + len(tokens),
         decode_tokens=counters.decode_tokens + len(work.starts),
         cached_tokens=counters.cached_tokens + sum(entrant.cached for entrant in entrants),

@@ -301,8 +301,18 @@ def test_the_watched_stop_ids_are_those_of_running_requests():
         state, _ = scheduler.add(state, Request((1,), 1 + stop % 3, stop_token_ids=frozenset([stop, 40])))
     while scheduler.metrics(state).running or len(state.waiting):
         state, plan = scheduler.schedule(state)
-        ids = state.rows.stop_ids.tolist()
+        watched = set(state.rows.stops.nonzero()[0].tolist())
         running = [state.sequences[int(seq_id)] for seq_id in state.rows.seq_id if seq_id >= 0]
-        assert set().union(*(sequence.request.stop_token_ids for sequence in running)) <= set(ids)
-        assert ids == sorted(ids) and len(ids) <= 4
-        state, _ = scheduler.commit(state, plan, np.full(len(plan.rows), 2**31 - 2))
+        assert set().union(*(sequence.request.stop_token_ids for sequence in running)) <= watched
+        assert len(watched) <= 4
+        state, _ = scheduler.commit(state, plan, np.full(len(plan.rows), 2**31 - 1))
+
+
+def test_a_token_like_a_stop_id_does_not_stop():
+    state = scheduler.init(SchedulerConfig(8, 4, 4, 64, 64))
+    state, seq_id = scheduler.add(state, Request((1,), 9, stop_token_ids=frozenset([5])))
+    state, _ = scheduler.add(state, Request((2,), 9, stop_token_ids=frozenset([6])))
+    for token in (5 + 2**16, 6, 5):
+        state, plan = scheduler.schedule(state)
+        state, events = scheduler.commit(state, plan, np.array([token, 0]))
+        assert bool(events.finished) == (token == 5)
