@@ -35,6 +35,7 @@ def try_step(tree: dict, resident: Resident, spec: StepSpec, *, traced: bool) ->
         accept=torch.zeros(TOKENS, dtype=torch.bool, device=device),
         cu_seqlens=torch.zeros(TOKENS + 1, dtype=torch.int32, device=device),
         token_ids=torch.zeros(TOKENS, dtype=torch.int64, device=device),
+        entry=torch.full((TOKENS,), TOKENS, device=device),
         captured=torch.zeros(1, dtype=torch.int64, device=device),
     )
     edits = tuple(c._replace(apply=watched(f"the edit at {c.site}", c.apply, None, None)) for c in spec.edits)
