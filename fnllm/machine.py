@@ -1,8 +1,8 @@
 """The machine that steps run on (effect): the cache pool, the rows on the device, the compiled steps, and which step
 last wrote each block. It holds no request and decides nothing; plans come from the scheduler."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -130,7 +130,7 @@ class Machine:
 
     def version_of(self, params: Params) -> int:
         """A number that changes whenever a weight does: another tensor, or the same one written in place."""
-        leaves = [(leaf, -1 if leaf.is_inference() else leaf._version) for _, leaf in walk(params.tree)]
+        leaves = [(leaf, -1 if leaf.is_inference() else leaf._version) for leaf in tensors_of(params.tree)]
         seen = self.seen_leaves
         if len(leaves) != len(seen) or any(a is not b or x != y for (a, x), (b, y) in zip(leaves, seen, strict=True)):
             self.seen_leaves = leaves
@@ -297,6 +297,15 @@ class Machine:
             self.runners[spec] = StepRunner(spec, self.resident._replace(rows=rows), self.options.compile, self.report)
         self.last_runner = (variant, features, self.runners[spec])
         return self.runners[spec]
+
+
+def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of a tree of dicts, lists and tuples; a weight may be several, as quantised ones are."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    else:
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from tensors_of(part)
 
 
 def pad_to_power(tokens: np.ndarray) -> np.ndarray:

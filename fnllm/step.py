@@ -140,6 +140,7 @@ def draw(
         vocab_limit=spec.vocab_limit,
         vocab_size=spec.config.vocab_size,
         tp=spec.tp,
+        kernels=logits.is_cuda,
     )
 
 
