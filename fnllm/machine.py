@@ -29,7 +29,6 @@ from fnllm.watch import watch
 from fnllm_kernels.attention import default_backend
 from fnllm_kernels.kv_store import copy_blocks
 from fnllm_weights import Params, local_sizes
-from fnllm_weights.params import walk
 
 CAPTURED_PREFILL = (64, 128, 256, 512, 1024, 2048)  # prefill steps up to the last of these are replayed as graphs
 CAPTURED_ENTRIES = 8  # ... when they hold at most so many sequences

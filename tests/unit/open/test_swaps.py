@@ -4,10 +4,11 @@ import importlib.util
 import sys
 from pathlib import Path
 
-import fnllm
 import pytest
 import torch
 import torch.nn.functional as F
+
+import fnllm
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SMALL = {"num_blocks": 64, "block_size": 4}
