@@ -125,8 +125,8 @@ def exchange_numbers(tp: TensorParallel, device: torch.device, numbers: list[int
 def agree(params: Params, seed: int | None, **inputs: Any) -> int:
     """The seed of a call whose inputs are equal on all ranks: the one given, or one drawn on rank 0.
 
-    Ranks that ran different inputs would wait for each other in different places. Raises ValueError on every rank, naming
-    the argument and the ranks, when their fingerprints differ.
+    Ranks that ran different inputs would wait for each other in different places. Raises ValueError on every rank,
+    naming the argument and the ranks, when their fingerprints differ.
     """
     drawn = secrets.randbits(63) if seed is None else seed
     if params.shard.size == 1:

@@ -6,11 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from fnllm_kernels.attention import default_backend
-from fnllm_kernels.kv_store import copy_blocks
-from fnllm_weights import Params, local_sizes
 
-from fnllm.batch import Rows
 from fnllm.cache import allocate, block_bytes, blocks_that_fit
 from fnllm.capture import NOTHING, Capture
 from fnllm.compiled import TRACED_MODES, HostInputs, Resident, StepRunner, ladder, round_up
@@ -30,10 +26,13 @@ from fnllm.taps import Choice
 from fnllm.tensor_parallel import TensorParallel
 from fnllm.trial import try_step
 from fnllm.watch import watch
+from fnllm_kernels.attention import default_backend
+from fnllm_kernels.kv_store import copy_blocks
+from fnllm_weights import Params, local_sizes
 
 CAPTURED_PREFILL = (64, 128, 256, 512, 1024, 2048)  # prefill steps up to the last of these are replayed as graphs
 CAPTURED_ENTRIES = 8  # ... when they hold at most so many sequences
-SHORT_CONTEXT = 4096  # decode steps of only shorter sequences have graphs of their own: attention divides work otherwise
+SHORT_CONTEXT = 4096  # decode steps of only shorter sequences have graphs of their own: attention divides differently
 
 
 class Variant(NamedTuple):
@@ -108,10 +107,11 @@ class Machine:
         else:
             free = total = host_memory()  # others live there too: the share is of what is free
         width = max(self.sizes.vocab_rows, 4 * self.config.hidden_size, 2 * self.sizes.intermediate)
+        activations = 6 * options.max_num_batched_tokens * self.config.hidden_size * 4
         return blocks_that_fit(
             free=free,
             total=total,
-            reserve=6 * options.max_num_batched_tokens * self.config.hidden_size * 4 + 3 * options.max_num_seqs * width * 4,
+            reserve=activations + 3 * options.max_num_seqs * width * 4,
             utilization=options.utilization,
             per_block=block_bytes(self.config, self.sizes, options.block_size, self.dtype),
             needed=blocks_for_load(options.max_model_len, options.max_num_seqs, options.block_size),
@@ -122,8 +122,8 @@ class Machine:
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else host_memory()
         if needed > free:
             raise ValueError(
-                f"capture would take up to {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free on {self.device}; ask for "
-                "fewer sites, positions or new tokens, or give a Capture per prompt"
+                f"capture would take up to {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free on {self.device}; "
+                "ask for fewer sites, positions or new tokens, or give a Capture per prompt"
             )
         self.report(f"captured activations take at most {needed / 1e6:.1f} MB on {self.device}")
 
@@ -167,7 +167,8 @@ class Machine:
         if plan.joins:
             jobs = [job_of(join.seq_id) for join in plan.joins]
             self.join(plan, jobs)
-            write_choices(self.choices_of(channels), channels, [join.row for join in plan.joins], [job.edits for job in jobs])
+            rows, edits = [join.row for join in plan.joins], [job.edits for job in jobs]
+            write_choices(self.choices_of(channels), channels, rows, edits)
         row, column, block = plan.table_updates
         if len(row):
             write_tables(self.resident.rows, row, column, block)
