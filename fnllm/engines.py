@@ -24,7 +24,7 @@ from fnllm.layers import Layers
 from fnllm.machine import Job, Machine, Variant, looks_back
 from fnllm.options import EngineOptions, resolve
 from fnllm.readback import Readback, read_back
-from fnllm.sampler import child_seed
+from fnllm.sampler import child_seed, features_of
 from fnllm.sampling import Sampling
 from fnllm.scheduler import Events, Plan, Request, SchedulerConfig
 from fnllm.state import State
@@ -129,6 +129,11 @@ class Engine:
             ),
             keep=True,
         )
+
+    def prepare(self, sampling: Sampling) -> None:
+        """Build the steps for requests sampled like this one beforehand; otherwise each is built when first needed."""
+        features = features_of([sampling], eos_token_ids=self.params.config.eos_token_ids)
+        self.machine.prepare(self.params, self.variant, features)
 
     def step(self, state: State) -> tuple[State, StepEvents | None]:
         """One step, waited for; None when there is nothing to do."""

@@ -300,6 +300,29 @@ class Machine:
         return self.runners[spec]
 
 
+    def prepare(self, params: Params, variant: Variant, features: SamplerFeatures) -> None:
+        """Compile and capture the steps of every bucket now, so that no request waits for them.
+
+        Those of short contexts, for a batch whose sampler does what `features` says. Without graphs there is nothing
+        to prepare.
+        """
+        if self.options.compile not in ("graphs", "reduce-overhead"):
+            return
+        runner = self.runner(variant, rounded(features), params.tree)
+        scratch, bound = self.options.max_num_seqs, min(SHORT_CONTEXT, self.options.max_model_len)
+        with torch.no_grad():
+            for size in self.entry_sizes:
+                rows = np.full(size, scratch, np.int64)
+                step = HostInputs(rows, np.zeros(size, bool), np.arange(size + 1, dtype=np.int32))
+                runner(params.tree, step, max_context=bound, capture=True)
+            for tokens in CAPTURED_PREFILL:
+                rows = np.full(CAPTURED_ENTRIES, scratch, np.int64)
+                ends = np.zeros(CAPTURED_ENTRIES + 1, np.int32)
+                ids, entry = np.zeros(tokens, np.int64), np.full(tokens, CAPTURED_ENTRIES, np.int64)
+                step = HostInputs(rows, np.zeros(CAPTURED_ENTRIES, bool), ends, ids, entry)
+                runner(params.tree, step, max_context=0, capture=True)
+
+
 def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
     """Every tensor of a tree of dicts, lists and tuples; a weight may be several, as quantised ones are."""
     if isinstance(tree, torch.Tensor):
