@@ -13,6 +13,7 @@ from torch import Tensor
 from fnllm.batch import Rows, StepInputs
 from fnllm.cache import KVCache
 from fnllm.rope import Rope
+from fnllm.rows import send
 from fnllm.step import StepOutput, StepSpec, step
 
 # eager; eager in CUDA graphs (no compile time); compiled; compiled in CUDA graphs
@@ -131,7 +132,9 @@ class StepRunner:
 
             def run(tree: dict, resident: Resident, inputs: StepInputs) -> StepOutput:
                 longest = 1 if inputs.token_ids is None else inputs.token_ids.shape[0]
-                return advance_in_place(tree, resident, inputs, spec=self.spec, max_seqlen=longest, max_context=bucket.max_context)
+                return advance_in_place(
+                    tree, resident, inputs, spec=self.spec, max_seqlen=longest, max_context=bucket.max_context
+                )
 
             if self.mode in TRACED_MODES:
                 # a code object of its own, since torch.compile counts recompilations by it
@@ -141,17 +144,18 @@ class StepRunner:
         return self.compiled[kind]
 
     def upload(self, x: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(x)
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        """A host array on the device; its length is one of many, which the compiler is told before it asks."""
+        tensor = send(torch.from_numpy(x), self.device)
+        if self.mode in TRACED_MODES and len(x) > 2:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return tensor
 
     def send(self, captured: Captured, host: HostInputs) -> None:
         """Copy to the graph's inputs what differs from the step before: in a steady decode nothing."""
         sent = captured.sent
         for index, (target, new) in enumerate(zip(captured.inputs, host, strict=True)):
             if target is not None and (sent is None or not np.array_equal(sent[index], new)):
-                target.copy_(torch.from_numpy(new).pin_memory(), non_blocking=True)
+                target.copy_(send(torch.from_numpy(new), self.device), non_blocking=True)
         captured.sent = host
 
     def capture(self, tree: dict, host: HostInputs, bucket: Bucket) -> Captured:

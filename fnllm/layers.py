@@ -21,6 +21,7 @@ from fnllm_kernels.kv_store import store_kv
 from fnllm_kernels.norm import add_rms_norm, rms_norm
 from fnllm_kernels.qk_norm_rope_store import qk_norm_rope_store
 from fnllm_kernels.silu_mul import silu_mul
+from fnllm_kernels.small_linear import small_linear
 
 
 def embed(p: Float[Tensor, "V H"], token_ids: Int[Tensor, " T"], ctx: Context) -> Float[Tensor, "T H"]:
@@ -59,6 +60,8 @@ def on_device(x: Tensor, ctx: Context) -> bool:
 
 def linear(p: Float[Tensor, "O I"], x: Float[Tensor, "T I"], ctx: Context) -> Float[Tensor, "T O"]:
     """The product of activations with a weight; every projection of the model, and the head, goes through it."""
+    if on_device(x, ctx):
+        return small_linear(x, p)  # cuBLAS from 17 rows on
     return F.linear(x, p)
 
 

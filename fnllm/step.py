@@ -132,7 +132,7 @@ def draw(
     """Sample each entry by its row's settings; the noise depends only on seed, position and token id."""
     return spec.layers.sample(
         logits,
-        take_rows(rows.sampler, inputs.row),
+        take_rows(rows.sampler, inputs.row, spec.features),
         positions,
         features=spec.features,
         history=take_history(rows.history, inputs.row) if looks_back(spec.features) else None,
@@ -140,6 +140,7 @@ def draw(
         vocab_limit=spec.vocab_limit,
         vocab_size=spec.config.vocab_size,
         tp=spec.tp,
+        kernels=logits.is_cuda,
     )
 
 

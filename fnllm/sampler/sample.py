@@ -56,6 +56,10 @@ def sample(
     """
     if features.penalties and history is None:
         raise ValueError("features.penalties needs history; pass a History of the batch's rows")
+    if kernels and not needs_logits(features):
+        # nothing reads the logits but the draw: they are not copied to float32
+        source = Source(logits, _valid(vocab_start, vocab_limit, logits.shape[1]))
+        return Sampled(draw(logits, rows, positions, features=features, vocab_start=vocab_start, tp=tp, source=source, kernels=True))
     width = vocab_limit if vocab_size is None else vocab_size
     # Log-probabilities are those of the model's whole vocabulary, which scoring sees, too.
     raw = masked_logits(logits, vocab_start, width)

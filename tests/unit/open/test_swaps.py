@@ -1,10 +1,11 @@
 """Swapped layer functions: the examples against dense arithmetic, isolation from other users, and errors that name them."""
 
-import fnllm
 import pytest
 import torch
 import torch.nn.functional as F
 from examples_of import example
+
+import fnllm
 
 SMALL = {"num_blocks": 64, "block_size": 4}
 PROMPTS = [[3, 14, 15, 92, 65, 35, 89, 79, 33, 23, 84, 62, 64, 33, 83, 27, 95, 2, 88, 41], [8, 9, 79], [31, 41, 59, 26, 53]]
