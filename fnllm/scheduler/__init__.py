@@ -7,11 +7,11 @@
 
 Beside these: `finish`, `abort`, `fork`, `truncate`, `append`, `preempt`, `park`, `invalidate` change sequences from
 outside; `tokens`, `metrics`, `show`, `check` read a state. Pure functions over an immutable state: no torch, no model,
-no clock, nothing random, and no decision that depends on the order of a hash table; every rank that makes the same calls
-gets the same plans. What a sequence's output is never depends on chunks, preemption, order, forks or cache hits.
+no clock, nothing random, and no decision that depends on the order of a hash table: every rank that makes the same
+calls gets the same plans. The output of a sequence never depends on chunks, preemption, order, forks or cache hits.
 
-An old state can be continued, but there is one cache on the device: whoever does so calls `park` for the sequences that
-run in it and `invalidate` for the blocks that were written since.
+Any old state can be continued. There is one cache on the device, though: whoever goes back to a state calls `park` on
+it, and `invalidate` with the blocks that plans have written since.
 """
 
 from .accept import commit
