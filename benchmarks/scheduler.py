@@ -50,22 +50,27 @@ def filled_state(running: int, steps: int, seed: int = 0) -> scheduler.Scheduler
 def time_decode(running: int, steps: int, ahead: bool) -> dict[str, float]:
     """Microseconds of schedule + commit per step; with `ahead` the next plan is made before the last is committed.
 
-    Wall time is what counts; the CPU time of the thread beside it shows how much other processes took.
+    The functions are pure, so each step is also repeated: `best_of_9_mean_us` is the mean over steps of the fastest
+    repetition, which is what the code costs where no other process takes the core. The other figures are of the first
+    call of each step, as an engine makes it.
     """
     state = filled_state(running, steps)
     tokens = np.random.default_rng(1).integers(0, 50_000, (steps, running), dtype=np.int32)
     in_flight = None
     if ahead:
         state, in_flight = scheduler.schedule(state)
-    wall, cpu = np.zeros(steps), np.zeros(steps)
+    wall, cpu = np.zeros((steps, 9)), np.zeros(steps)
     for step in range(steps):
-        begin, begin_cpu = time.perf_counter(), time.thread_time()
-        state, plan = scheduler.schedule(state)
-        state, _ = scheduler.commit(state, in_flight if ahead else plan, tokens[step])
-        wall[step], cpu[step] = time.perf_counter() - begin, time.thread_time() - begin_cpu
+        for repetition in range(wall.shape[1]):
+            begin, begin_cpu = time.perf_counter(), time.thread_time()
+            after, plan = scheduler.schedule(state)
+            after, _ = scheduler.commit(after, in_flight if ahead else plan, tokens[step])
+            wall[step, repetition] = time.perf_counter() - begin
+            if repetition == 0:
+                cpu[step] = time.thread_time() - begin_cpu
         assert plan.num_decode == running
-        in_flight = plan
-    return _summary(wall, cpu)
+        state, in_flight = after, plan
+    return {"best_of_9_mean_us": round(1e6 * float(wall.min(1).mean()), 1), **_summary(wall[:, 0], cpu)}
 
 
 def _summary(wall: np.ndarray, cpu: np.ndarray) -> dict[str, float]:
