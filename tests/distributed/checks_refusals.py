@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from fnllm_weights import Shard
 
@@ -93,3 +94,17 @@ def check_the_smallest_pool_counts_and_a_refusal_reaches_all(expected: None) -> 
 def check_params_of_another_group_are_refused(expected: None) -> None:
     with pytest.raises(ValueError, match="shard 0 of 3, and this process is rank"):
         world(Shard(0, 3))
+
+
+def check_the_way_to_sum_is_chosen_by_the_environment(expected: None) -> None:
+    params = fnllm.load(ORACLE / "qwen3-odd")
+    usual = world(params.shard)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FNLLM_ALL_REDUCE", "one_shot")
+        one_shot = world(params.shard)
+        assert one_shot != usual and isinstance(one_shot, fnllm.TensorParallel)
+        for x in (torch.arange(12.0).reshape(3, 4), torch.zeros(0, 4)):  # on a CPU through the group
+            assert torch.equal(one_shot.all_reduce(x), usual.all_reduce(x))
+        patch.setenv("FNLLM_ALL_REDUCE", "ring")
+        with pytest.raises(ValueError, match="must be one of group, one_shot, found 'ring'"):
+            world(params.shard)
