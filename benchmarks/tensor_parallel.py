@@ -30,7 +30,9 @@ NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"
 FAULT_TIMEOUT_S = 15
 
 
-def torchrun(part: str, ranks: int, args: argparse.Namespace, folder: Path, env: dict | None = None, **more: Any) -> dict:
+def torchrun(
+    part: str, ranks: int, args: argparse.Namespace, folder: Path, env: dict | None = None, **more: Any
+) -> dict:
     """Run a part; its status, seconds and, if it failed, the end of what it said."""
     settings = dict(
         ranks=ranks, rows=str(folder / "rows.jsonl"), folder=str(folder), cpu=args.cpu, device="cpu" if args.cpu else None,
@@ -75,7 +77,14 @@ def fault(args: argparse.Namespace, folder: Path, kind: str) -> dict:
     struck.unlink(missing_ok=True)
     result = torchrun("fault", args.ranks, args, folder, {"FNLLM_TIMEOUT_S": str(FAULT_TIMEOUT_S)}, kind=kind)
     after = time.time() - float(struck.read_text()) if struck.exists() else None
-    return dict(result, part="fault", kind=kind, seconds_after=after, timeout_s=FAULT_TIMEOUT_S, stderr=result.get("stderr", "")[:1500])
+    return dict(
+        result,
+        part="fault",
+        kind=kind,
+        seconds_after=after,
+        timeout_s=FAULT_TIMEOUT_S,
+        stderr=result.get("stderr", "")[:1500],
+    )
 
 
 def run(args: argparse.Namespace, folder: Path) -> list[dict]:
@@ -110,7 +119,9 @@ def table(rows: list[dict], ranks: int) -> str:
     rates: dict = {}
     for row in rows:
         if row.get("part") == "serve" and "tok_s" in row:
-            rates.setdefault((row["workload"], row.get("batch", "")), {})[row["ranks"], row["all_reduce"]] = row["tok_s"]
+            rates.setdefault((row["workload"], row.get("batch", "")), {})[row["ranks"], row["all_reduce"]] = row[
+                "tok_s"
+            ]
     lines = [f"| workload | 1 rank | {ranks} ranks | ratio | efficiency | {ranks} ranks, one_shot |", "|---" * 6 + "|"]
     for (work, batch), found in rates.items():
         one, many, other = (found.get(key) for key in ((1, "group"), (ranks, "group"), (ranks, "one_shot")))
@@ -141,7 +152,9 @@ def main() -> None:
         rows = run(args, Path(name))
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(dict(commit=commit, date=time.strftime("%Y-%m-%d"), ranks=args.ranks, rows=rows), indent=1) + "\n")
+    args.out.write_text(
+        json.dumps(dict(commit=commit, date=time.strftime("%Y-%m-%d"), ranks=args.ranks, rows=rows), indent=1) + "\n"
+    )
     print(table(rows, args.ranks))
     for row in rows:
         if row.get("ended") and row["status"]:

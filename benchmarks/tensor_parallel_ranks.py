@@ -11,12 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fnllm_weights
 import torch
 from workloads import config_dict, measure
 
 import fnllm
 import fnllm.engines
+import fnllm_weights
 from fnllm.distributed import join, launched, local_device, world
 from fnllm.one_shot import one_shot_tp
 from fnllm.rope import make_rope
@@ -24,7 +24,9 @@ from fnllm.scoring import context, packed_batch
 from fnllm.tensor_parallel import ProcessGroup
 
 GREEDY = 16  # tokens compared for each prompt
-TINY = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=96)
+TINY = dict(
+    hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=96
+)
 
 
 def emit(s: SimpleNamespace, **row: Any) -> None:
@@ -49,7 +51,9 @@ def shape(size: str) -> fnllm_weights.ModelConfig:
 
 
 def options(s: SimpleNamespace, **more: Any) -> dict:
-    return dict(compile=s.compile, max_model_len=4096, **({"num_blocks": 512, "max_num_seqs": 8} if s.cpu else {}), **more)
+    return dict(
+        compile=s.compile, max_model_len=4096, **({"num_blocks": 512, "max_num_seqs": 8} if s.cpu else {}), **more
+    )
 
 
 def equal(s: SimpleNamespace) -> None:
@@ -135,7 +139,12 @@ def profile(generate: Any, batch: int, tokens: int = 32) -> dict:
     total = sum(times.values())
     signs = ("nccl", "allreduce", "all_reduce", "one_shot")
     reduces = sum(time for name, time in times.items() if any(sign in name.lower() for sign in signs))
-    return dict(batch=batch, step_device_us=total / tokens, all_reduce_us=reduces / tokens, all_reduce_share=reduces / max(total, 1e-9))
+    return dict(
+        batch=batch,
+        step_device_us=total / tokens,
+        all_reduce_us=reduces / tokens,
+        all_reduce_share=reduces / max(total, 1e-9),
+    )
 
 
 def join_alone(s: SimpleNamespace) -> None:
@@ -211,7 +220,15 @@ def load(s: SimpleNamespace) -> None:
         found: list = [None] * place.size
         dist.all_gather_object(found, (seconds, report.nbytes))
         on_disk = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        emit(s, part="load", size=s.load_size, cache=cache, on_disk=on_disk, seconds=[f[0] for f in found], bytes=[f[1] for f in found])
+        emit(
+            s,
+            part="load",
+            size=s.load_size,
+            cache=cache,
+            on_disk=on_disk,
+            seconds=[f[0] for f in found],
+            bytes=[f[1] for f in found],
+        )
 
 
 def fault(s: SimpleNamespace) -> None:

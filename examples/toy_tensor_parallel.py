@@ -10,8 +10,6 @@ and 8 of the MLP's features.
 from typing import NamedTuple
 
 import torch
-from fnllm_weights import ModelConfig, Shard
-from fnllm_weights.init import init
 
 import fnllm
 from fnllm.layers import Layers
@@ -19,6 +17,8 @@ from fnllm.rope import make_rope
 from fnllm.sampler import SamplerFeatures, default_rows, sample
 from fnllm.scoring import context, packed_batch
 from fnllm.tensor_parallel import TensorParallel
+from fnllm_weights import ModelConfig, Shard
+from fnllm_weights.init import init
 
 CONFIG = ModelConfig(
     architecture="Qwen3ForCausalLM",

@@ -99,7 +99,9 @@ def local_device(device: str | torch.device | None) -> torch.device:
         return wanted
     index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if index >= count:
-        raise ValueError(f"LOCAL_RANK={index} has no GPU: this machine shows {count}; start --nproc-per-node {count} or less")
+        raise ValueError(
+            f"LOCAL_RANK={index} has no GPU: this machine shows {count}; start --nproc-per-node {count} or less"
+        )
     return torch.device("cuda", index)
 
 
@@ -183,7 +185,9 @@ def together(load: Callable[[], Params]) -> Params:
     except Exception as error:
         mine = error
     said: list[Any] = [None] * dist.get_world_size()
-    report = None if params is None else fingerprint((params.config, params.tree["norm"].dtype, params.tokenizer is None))
+    report = (
+        None if params is None else fingerprint((params.config, params.tree["norm"].dtype, params.tokenizer is None))
+    )
     dist.all_gather_object(said, report if mine is None else f"{type(mine).__name__}: {mine}")
     if mine is not None:
         raise mine

@@ -30,7 +30,12 @@ def load(
 
     def read() -> Params:
         return fnllm_weights.load(
-            DEMO if path is None else path, dtype=dtype, device=where, revision=revision, rank=shard.rank, size=shard.size
+            DEMO if path is None else path,
+            dtype=dtype,
+            device=where,
+            revision=revision,
+            rank=shard.rank,
+            size=shard.size,
         )
 
     return read() if shard.size == 1 else together(read)

@@ -67,7 +67,9 @@ def logits_of(params: fnllm.Params, ids: list[int]) -> torch.Tensor:
 
 
 def outcome(completions: list[fnllm.Completion]) -> list:
-    return [(c.token_ids, c.text, c.finish_reason, [e.id for e in c.logprobs or ()], c.cached_tokens) for c in completions]
+    return [
+        (c.token_ids, c.text, c.finish_reason, [e.id for e in c.logprobs or ()], c.cached_tokens) for c in completions
+    ]
 
 
 def run_all(name: str, goldens: dict) -> dict:
@@ -82,7 +84,9 @@ def run_all(name: str, goldens: dict) -> dict:
     preemptions, again, drawn = machine.idle.scheduler.counters.preemptions, [], []
     if name in DETAILED:
         again = fnllm.generate(params, prompts, greedy(), **options)  # over the prefixes that are cached now
-        drawn = fnllm.generate(params, [prompts[-1]] * len(mixed()), mixed(), block_size=8, num_blocks=64, max_num_seqs=8)
+        drawn = fnllm.generate(
+            params, [prompts[-1]] * len(mixed()), mixed(), block_size=8, num_blocks=64, max_num_seqs=8
+        )
     return {
         "first": outcome(first),
         "again": outcome(again),

@@ -58,7 +58,9 @@ def marked(mark: str) -> list[int]:
 
 
 def shared_memory() -> set[str]:
-    return {file.name for file in Path("/dev/shm").glob("*") if file.name.startswith(("torch_", "nccl-", "gloo", "fnllm"))}
+    return {
+        file.name for file in Path("/dev/shm").glob("*") if file.name.startswith(("torch_", "nccl-", "gloo", "fnllm"))
+    }
 
 
 @pytest.fixture(scope="module")

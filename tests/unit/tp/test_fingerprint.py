@@ -34,7 +34,9 @@ def test_equal_values_have_equal_ones():
 
 
 def test_another_process_finds_the_same():
-    code = "import fnllm; from fnllm.fingerprint import fingerprint as f; print(f([{'a', 'b'}, 'é', 1.5, fnllm.Layers()]))"
+    code = (
+        "import fnllm; from fnllm.fingerprint import fingerprint as f; print(f([{'a', 'b'}, 'é', 1.5, fnllm.Layers()]))"
+    )
     path = ":".join(map(str, (ROOT, ROOT / "kernels", ROOT / "weights")))
     environment = {"PYTHONPATH": path, "PYTHONHASHSEED": "77", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
