@@ -1,8 +1,8 @@
 """Tensor parallelism on the GPUs of one machine: `python benchmarks/tensor_parallel.py --ranks 2 --out results.json`.
 
 Parts, each in processes of its own under torchrun with a time limit, their results kept as they come:
-- equal: greedy tokens of the test checkpoints in float32 through the captured step, against their goldens, on one rank and
-  on all; how far logits move between one rank and all, in float32 and bfloat16. --smollm2 FOLDER adds a real model.
+- equal: greedy tokens of the test checkpoints in float32 through the captured step, against their goldens, on one rank
+  and on all; how far logits move between one rank and all, in float32 and bfloat16. --smollm2 FOLDER adds a real model.
 - reduce: one all-reduce in a graph, NCCL against one kernel over peer memory.
 - serve: the workloads on a large shape, on one rank and on all, with either all-reduce; the efficiency; the share of
   all-reduces in a decode step.
@@ -35,10 +35,11 @@ def torchrun(
 ) -> dict:
     """Run a part; its status, seconds and, if it failed, the end of what it said."""
     settings = dict(
-        ranks=ranks, rows=str(folder / "rows.jsonl"), folder=str(folder), cpu=args.cpu, device="cpu" if args.cpu else None,
-        compile=args.compile or ("none" if args.cpu else "reduce-overhead"), size=args.size, load_size=args.load_size,
-        work=args.work, oracle=args.oracle, smollm2=args.smollm2, one_rank_group=False, **more,
+        ranks=ranks, rows=str(folder / "rows.jsonl"), folder=str(folder), cpu=args.cpu, size=args.size,
+        device="cpu" if args.cpu else None, compile=args.compile or ("none" if args.cpu else "reduce-overhead"),
+        load_size=args.load_size, work=args.work, oracle=args.oracle, smollm2=args.smollm2, one_rank_group=False,
     )  # fmt: skip
+    settings.update(more)
     path = [ROOT, ROOT / "kernels", ROOT / "weights", HERE, os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, **NO_MULTICAST, "PYTHONPATH": os.pathsep.join(map(str, path)), **(env or {})}
     environment.setdefault("OMP_NUM_THREADS", "1" if args.cpu else "4")
@@ -64,10 +65,8 @@ def compare_logits(folder: Path, ranks: int) -> list[dict]:
     for name, dtype in one:
         difference = (one[name, dtype] - many[name, dtype]).abs()
         same = (one[name, dtype].argmax(-1) == many[name, dtype].argmax(-1)).float().mean()
-        rows.append(
-            dict(part="logits", checkpoint=name, dtype=dtype, largest=float(difference.max()), mean=float(difference.mean()),
-                 argmax_equal=float(same))
-        )  # fmt: skip
+        row = dict(part="logits", checkpoint=name, dtype=dtype, argmax_equal=float(same))
+        rows.append(dict(row, largest=float(difference.max()), mean=float(difference.mean())))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""One rank of benchmarks/tensor_parallel.py: `torchrun ... tensor_parallel_ranks.py PART SETTINGS_JSON`, a JSON line a result."""
+"""One rank of benchmarks/tensor_parallel.py: torchrun ... tensor_parallel_ranks.py PART SETTINGS_JSON."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def options(s: SimpleNamespace, **more: Any) -> dict:
 
 
 def equal(s: SimpleNamespace) -> None:
-    """Greedy tokens of the oracle checkpoints in float32 through the captured step, and logits of both dtypes to a file."""
+    """Greedy tokens of the oracle checkpoints in float32 through the captured step; logits of both dtypes to a file."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     kept = {}
     folders = [folder.parent for folder in sorted(Path(s.oracle).glob("*/config.json"))]

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/torchrun_generate.py [CHECKPOINT]
 
-Every rank runs this script. `load` takes the rank's share of the weights, and `generate` gives all ranks the same completions;
-calls that differ between ranks are refused. Without GPUs the ranks are processes that talk over gloo.
+Every rank runs this script. `load` takes the rank's share of the weights, and `generate` gives all ranks the same
+completions; calls that differ between ranks are refused. Without GPUs the ranks are processes that talk over gloo.
 """
 
 import sys

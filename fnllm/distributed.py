@@ -34,7 +34,7 @@ def launched() -> Shard:
 
 
 def timeout() -> timedelta:
-    """How long a rank waits for the others, from FNLLM_TIMEOUT_S (seconds); ValueError when that is no positive number."""
+    """How long a rank waits for the others: FNLLM_TIMEOUT_S seconds; ValueError when that is no positive number."""
     text = os.environ.get(TIMEOUT_NAME, str(TIMEOUT_SECONDS))
     try:
         seconds = float(text)
@@ -115,8 +115,8 @@ def world(shard: Shard) -> TensorParallel:
     tp = process_group_tp()
     if (tp.rank, tp.size) != shard:
         raise ValueError(
-            f"these params are shard {shard.rank} of {shard.size}, and this process is rank {tp.rank} of {tp.size}; load "
-            "under torchrun, or give engine(..., tp=process_group_tp(group)) the group that holds the shards"
+            f"these params are shard {shard.rank} of {shard.size}, and this process is rank {tp.rank} of {tp.size}; "
+            "load under torchrun, or give engine(..., tp=process_group_tp(group)) the group that holds the shards"
         )
     how = os.environ.get(ALL_REDUCE_NAME, ALL_REDUCES[0])
     if how not in ALL_REDUCES:
@@ -133,8 +133,8 @@ def exchange_numbers(tp: TensorParallel, device: torch.device, numbers: list[int
 def agree(params: Params, seed: int | None, **inputs: Any) -> int:
     """The seed of a call whose inputs are equal on all ranks: the one given, or one drawn on rank 0.
 
-    Ranks that ran different inputs would wait for each other in different places. Raises ValueError on every rank, naming
-    the argument and the ranks, when their fingerprints differ.
+    Ranks that ran different inputs would wait for each other in different places. Raises ValueError on every rank,
+    naming the argument and the ranks, when their fingerprints differ.
     """
     drawn = secrets.randbits(63) if seed is None else seed
     if params.shard.size == 1:
@@ -149,8 +149,8 @@ def agree(params: Params, seed: int | None, **inputs: Any) -> int:
         different = [rank for rank, row in enumerate(rows) if row[place] != rows[0][place]]
         if different:
             raise ValueError(
-                f"{name} on rank{'s' * (len(different) > 1)} {', '.join(map(str, different))} differ from rank 0's; every "
-                "rank must make the same call, so build its arguments from the same data in the same order"
+                f"{name} on rank{'s' * (len(different) > 1)} {', '.join(map(str, different))} differ from rank 0's; "
+                "every rank must make the same call, so build its arguments from the same data in the same order"
             )
     return rows[0][-1]
 

@@ -1,7 +1,7 @@
 """An all-reduce of small tensors in one kernel, in which each rank reads the others' memory over NVLink.
 
-Decode steps sum a few kilobytes many times; there the time goes into starting a collective and not into moving bytes. It is
-PyTorch's own kernel on its symmetric memory, without NVLink multicast.
+Decode steps sum a few kilobytes many times; there the time goes into starting a collective and not into moving bytes.
+It is PyTorch's own kernel on its symmetric memory, without NVLink multicast.
 """
 
 import functools
