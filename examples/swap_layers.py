@@ -7,15 +7,16 @@ stay as they are.
 import sys
 from typing import NamedTuple
 
-import fnllm
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+import fnllm
 from fnllm.layers import Layers
 from fnllm.sampler import Sampled, sample
 from fnllm_kernels.attention import paged_attention
 from fnllm_kernels.kv_store import store_kv
-from jaxtyping import Float, Int
-from torch import Tensor
 
 WINDOW, SINKS = 16, 4
 

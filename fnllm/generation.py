@@ -15,10 +15,10 @@ from fnllm.machine import Machine, Variant
 from fnllm.options import EngineOptions
 from fnllm.progress import Meter, is_terminal
 from fnllm.prompts import normalise, pair_sampling
-from fnllm.sampling import Sampling, check_sampling
+from fnllm.sampling import Sampling, check_sampling, from_defaults
 from fnllm.scoring import prompt_logprobs
-from fnllm.state import abort, add
-from fnllm.tracks import Track, absorb, track
+from fnllm.state import State, abort, add
+from fnllm.tracks import Track, absorb, start, track
 from fnllm_weights import Params
 
 
@@ -38,12 +38,12 @@ def generate(
 ) -> list[Completion]:
     """Complete each prompt: text, token ids, or a chat; one prompt, or a list of them.
 
-    `sampling` is one for all or a list with one each; with `n` > 1 a prompt's samples follow one another in the result.
-    `layers` swaps layer functions. `edits` (see `Edit`) change activations: some for all prompts, or a list with some (or
-    None) for each. `capture` returns activations in `Completion.captured`: sites or a `Capture` for all prompts, or a
-    list with a `Capture` or None for each. `seed` makes the whole call repeatable (requests with a seed of their own
-    always are). Under torchrun every rank makes the same call and gets the same completions; calls that differ are refused
-    on all of them. `chat` are options of the chat template. With
+    `sampling` is one for all or a list with one each (None: what the checkpoint recommends); with `n` > 1 a prompt's
+    samples follow one another in the result. `layers` swaps layer functions. `edits` (see `Edit`) change activations:
+    some for all prompts, or a list with some (or None) for each. `capture` returns activations in `Completion.captured`:
+    sites or a `Capture` for all prompts, or a list with a `Capture` or None for each. `seed` makes the whole call
+    repeatable (requests with a seed of their own always are). Under torchrun every rank makes the same call and gets the
+    same completions; calls that differ are refused on all of them. `chat` are options of the chat template. With
     errors="return" a refused request's completion carries its error and the others run. `options` are those of
     `EngineOptions`. Raises TypeError or ValueError that names the argument, before anything runs.
     """
@@ -69,7 +69,8 @@ def stream(
 ) -> Iterator[Chunk]:
     """As `generate`, but yields pieces as they come; a request's last chunk carries its completion.
 
-    Stopping to iterate aborts what still runs and leaves everything usable.
+    The arguments are checked by the call itself, the first step waits for the first `next`. Stopping to iterate aborts
+    what still runs and leaves everything usable.
     """
     return serve(params, prompts, sampling, layers, edits, capture, seed, chat, errors, False, True, options)
 
@@ -88,7 +89,8 @@ def serve(
     live: bool,
     options: Mapping[str, Any],
 ) -> Iterator[Chunk]:
-    """The loop behind `generate` and `stream`."""
+    """The loop behind `generate` and `stream`, with every argument checked before it is returned."""
+    Sampling(seed=seed)  # the limits are those of a request's own seed
     seed = agree(
         params,
         seed,
@@ -102,6 +104,8 @@ def serve(
         options=options,
     )
     found = normalise(prompts, params.tokenizer, params.config.vocab_size, errors=errors, chat=chat)
+    if sampling is None:
+        sampling = from_defaults(params.config.generation_defaults)
     settings = pair_sampling(len(found.ids), sampling)
     chosen = edits_of_each(edits, len(found.ids))
     looked = [expand(params.config, one) for one in captures_of_each(capture, len(found.ids))]
@@ -109,7 +113,6 @@ def serve(
     worker = Engine(params, machine_for(params, variant, None, None, EngineOptions(**options)), variant)
     machine = worker.machine
     state = replace(machine.idle, variant=variant) if machine.idle else worker.init()
-    machine.idle = None  # until this call has ended well
     tracks: dict[int, Track] = {}
     refused: list[Chunk] = []
     for index, (ids, setting) in enumerate(zip(found.ids, settings, strict=True)):
@@ -140,15 +143,33 @@ def serve(
                 for one in tracks.values()
             )
         )
-    score_prompts(params, layers, tracks, chosen, machine)
-    yield from refused
     shown = params.shard.rank == 0 and (is_terminal() if progress is None else progress)
-    meter = Meter(len(tracks)) if shown else None
+    return run(worker, state, tracks, refused, chosen, shown)
+
+
+def run(
+    worker: Engine,
+    state: State,
+    tracks: dict[int, Track],
+    refused: Sequence[Chunk],
+    edits: Sequence[Sequence[Edit]],
+    shown: bool,
+) -> Iterator[Chunk]:
+    """Step until every track has ended; however that ends, the state behind it serves the next call."""
+    machine = worker.machine
+    machine.idle = None  # until it is known where this ends
+    meter: Meter | None = None
     flight: Flight | None = None
     try:
+        yield from refused
+        score_prompts(worker.params, worker.variant.layers, tracks, edits, machine)
+        meter = Meter(len(tracks)) if shown else None
         while tracks or flight is not None:
             # On a GPU the next step is launched before the last one's tokens are read: the device never waits.
+            now = time.perf_counter()
             state, launched = worker.launch(state)
+            if launched is not None:
+                start(launched.plan, tracks, now)
             if not machine.asynchronous:
                 flight, launched = launched, None  # read at once
             landed, flight = flight, launched
@@ -161,13 +182,20 @@ def serve(
             elif flight is None:
                 raise RuntimeError(f"the scheduler has {len(tracks)} requests and no step for them")
     finally:
-        if flight is not None:
-            state, _ = worker.collect(state, flight)
-        for seq_id in tracks:
-            state = abort(state, seq_id)
-        machine.idle = state
+        machine.idle = settled(worker, state, flight)
         if meter is not None:
             meter.close()
+
+
+def settled(worker: Engine, state: State, flight: Flight | None) -> State | None:
+    """The state without its sequences, so that none is left for the next call; None where a step broke off half-way."""
+    if flight is not None and flight.plan.step == state.scheduler.next_commit:
+        state, _ = worker.collect(state, flight)
+    if state.scheduler.next_commit != state.scheduler.next_step:
+        return None
+    for seq_id, _ in state.scheduler.sequences.items():
+        state = abort(state, seq_id)
+    return state
 
 
 def score_prompts(
@@ -177,7 +205,7 @@ def score_prompts(
     edits: Sequence[Sequence[Edit]],
     machine: Machine,
 ) -> None:
-    """Give the tracks that asked for it their prompts' log-probabilities, by `score`, whatever the prefix cache holds."""
+    """Give the tracks that ask for it their prompts' log-probabilities, by `score`, whatever the prefix cache holds."""
     asked = {one.index: one for one in tracks.values() if one.sampling.prompt_logprobs is not None}
     if not asked:
         return

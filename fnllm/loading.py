@@ -29,13 +29,9 @@ def load(
         join(where)
 
     def read() -> Params:
+        folder = DEMO if path is None else path
         return fnllm_weights.load(
-            DEMO if path is None else path,
-            dtype=dtype,
-            device=where,
-            revision=revision,
-            rank=shard.rank,
-            size=shard.size,
+            folder, dtype=dtype, device=where, revision=revision, rank=shard.rank, size=shard.size
         )
 
     return read() if shard.size == 1 else together(read)

@@ -47,7 +47,7 @@ def exchanges_for(tp: TensorParallel, numerics: str) -> TensorParallel:
 
 @dataclass(frozen=True)
 class Ordered:
-    """A `TensorParallel` whose sums are added in rank order: an all-reduce may cut and order them by the batch's size."""
+    """A `TensorParallel` that adds sums in rank order: an all-reduce may cut and order them by the batch's size."""
 
     inner: TensorParallel
 
@@ -82,7 +82,8 @@ class Substitute(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple:
         with torch.enable_grad():
-            tensors = [t.detach().requires_grad_(needed) for t, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[2:])]
+            given = zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
+            tensors = [t.detach().requires_grad_(needed) for t, needed in given]
             y = ctx.smooth(*tensors)
         wanted = [t for t in tensors if t.requires_grad]
         found = iter(torch.autograd.grad(y, wanted, grad))

@@ -9,6 +9,7 @@ from fnllm.capture import NOTHING, Capture, CapturedRows
 from fnllm.completion import Chunk, Completion, Timings, TokenLogprob
 from fnllm.engines import StepEvents
 from fnllm.sampling import Sampling
+from fnllm.scheduler import Plan
 from fnllm.state import State, abort, finish, tokens
 from fnllm.text import output as text_output
 from fnllm_weights import Params
@@ -23,7 +24,7 @@ class Track:
     prompt: tuple[int, ...]
     sampling: Sampling
     text: text_output.Output
-    began: float  # seconds of the host's clock, as the next two
+    began: float  # seconds of the host's clock, as `scheduled` and `first_token`
     live: bool  # its text is needed while it runs
     scheduled: float | None = None
     first_token: float | None = None
@@ -52,6 +53,13 @@ def track(
     return Track(index, sample, prompt, sampling, text, now, live or bool(sampling.stop), capture=capture)
 
 
+def start(plan: Plan, tracks: dict[int, Track], now: float) -> None:
+    """Note when the tracks that begin in a plan were scheduled."""
+    for join in plan.joins:
+        if join.first and join.seq_id in tracks:
+            tracks[join.seq_id].scheduled = now
+
+
 def absorb(state: State, step: StepEvents, tracks: dict[int, Track], now: float) -> tuple[State, list[Chunk]]:
     """Take a step's results into the tracks.
 
@@ -61,13 +69,13 @@ def absorb(state: State, step: StepEvents, tracks: dict[int, Track], now: float)
     events, chunks = step.events, []
     for seq_id, cached in events.cached:
         if seq_id in tracks:
-            tracks[seq_id].cached, tracks[seq_id].scheduled = cached, now
+            tracks[seq_id].cached = cached
     ended = {end.seq_id: (end.reason, end.stop_id) for end in events.finished if end.seq_id in tracks}
     for seq_id, token in zip(events.seq_ids.tolist(), events.tokens.tolist(), strict=True):
         one = tracks.get(seq_id)
         if one is None:
             continue
-        one.first_token = one.first_token or now
+        one.first_token = now if one.first_token is None else one.first_token
         if one.live and seq_id not in ended:
             text = feed(one, (token,))
             chunks.append(Chunk(index=one.index, sample=one.sample, text=text, token_ids=(token,)))
@@ -109,7 +117,7 @@ def close(one: Track, known: tuple[int, ...], reason: str, stop_id: int | None, 
         prompt_tokens=len(one.prompt),
         cached_tokens=one.cached,
         timings=Timings(
-            queued=(one.scheduled or now) - one.began,
+            queued=(now if one.scheduled is None else one.scheduled) - one.began,
             first_token=None if one.first_token is None else one.first_token - one.began,
             total=now - one.began,
         ),
@@ -158,5 +166,6 @@ def token_logprob(step: StepEvents, entry: int, count: int) -> TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
     if count:
         assert results.top_ids is not None and results.top_logprobs is not None
-        top = tuple(zip(results.top_ids[entry, :count].tolist(), results.top_logprobs[entry, :count].tolist(), strict=True))
+        ids, logprobs = results.top_ids[entry, :count].tolist(), results.top_logprobs[entry, :count].tolist()
+        top = tuple(zip(ids, logprobs, strict=True))
     return TokenLogprob(int(results.ids[entry]), float(results.logprob[entry]), top)

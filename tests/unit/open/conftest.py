@@ -3,9 +3,10 @@
 import functools
 from pathlib import Path
 
-import fnllm
 import pytest
 import torch
+
+import fnllm
 
 ORACLE = Path(__file__).parents[2] / "oracle"
 

@@ -1,8 +1,9 @@
 """Edits per request in a mixed batch: the right rows, the right cache, one compiled step."""
 
-import fnllm
 import pytest
 import torch
+
+import fnllm
 from fnllm.edits import add_vector, channels_of, placed
 
 GREEDY = fnllm.Sampling(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)

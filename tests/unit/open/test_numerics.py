@@ -2,9 +2,10 @@
 
 import random
 
-import fnllm
 import pytest
 import torch
+
+import fnllm
 from fnllm.numerics import Ordered, layers_for
 from fnllm_kernels.attention import paged_attention
 from fnllm_kernels.invariant_linear import invariant_linear

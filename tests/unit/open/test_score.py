@@ -1,12 +1,13 @@
 """`score`: values and gradients of transformers' autograd, per-example gradients, log-probabilities of prompts."""
 
-import fnllm
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+import fnllm
 from fnllm.completion import TokenLogprob
 from fnllm.rope import make_rope
 from fnllm.scoring import context, packed_batch, packed_logprobs
-from torch.utils._pytree import tree_leaves, tree_map
 
 NAMES = ("qwen3-tiny", "qwen2-window", "llama-tiny", "qwen3-moe-norm", "qwen3-untied-sharded")
 IDS = [[3, 14, 15, 92, 65, 35], [8, 9, 79], [32, 38, 46, 26, 43, 38, 32, 79, 50, 28, 84]]

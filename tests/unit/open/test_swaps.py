@@ -1,27 +1,16 @@
 """Swapped layer functions: the examples against dense arithmetic, isolation from other users, and errors that name them."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
-import fnllm
 import pytest
 import torch
 import torch.nn.functional as F
+from examples_of import example
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+import fnllm
+
 SMALL = {"num_blocks": 64, "block_size": 4}
 PROMPTS = [[3, 14, 15, 92, 65, 35, 89, 79, 33, 23, 84, 62, 64, 33, 83, 27, 95, 2, 88, 41], [8, 9, 79], [31, 41, 59, 26, 53]]
 GREEDY = fnllm.Sampling(temperature=0, max_tokens=8, ignore_eos=True)
 USUAL = fnllm.Layers()
-
-
-def example(name):
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 swaps = example("swap_layers")

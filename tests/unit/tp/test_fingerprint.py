@@ -15,7 +15,8 @@ from fnllm.fingerprint import fingerprint
 ROOT = Path(__file__).parents[3]
 DIFFERENT = [
     None, True, 1, 1.0, "1", b"1", [], (1, 2), [1, [2]], [[1], 2], ["ab"], ["a", "b"], [12, 3], [1, 23], {"a": 1},
-    {"a": 2}, {"b": 1}, [("a", 1)], {1, 2}, np.arange(3), np.arange(3.0), np.arange(3)[None], torch.arange(4), torch.tensor(4),
+    {"a": 2}, {"b": 1}, [("a", 1)], {1, 2}, np.arange(3), np.arange(3.0), np.arange(3)[None],
+    torch.arange(4), torch.tensor(4),
     fnllm.Sampling(), fnllm.Sampling(temperature=0), fnllm.Sampling(logit_bias={1: 2.0}), fnllm.Layers(), fingerprint,
     replace, [{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}],
 ]  # fmt: skip
