@@ -48,10 +48,9 @@ def one_shot_all_reduce(x: Tensor, group_name: str, largest: int) -> Tensor:
     if not x.is_cuda or nbytes > largest or nbytes % ALIGNED or nbytes == 0 or not x.dtype.is_floating_point:
         functional = torch.ops._c10d_functional
         return functional.wait_tensor(functional.all_reduce(x, "sum", group_name))
-    shared = shared_buffer(group_name, x.dtype, x.device, largest)[: x.numel()]
-    # The kernel ends only when all ranks have read, so the next sum may write here.
-    shared.copy_(x.view(-1))
-    return torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", group_name).view(x.shape)
+    # The kernel copies `x` there for the others to read, and ends when all have read: the next sum may write there again.
+    shared = shared_buffer(group_name, x.dtype, x.device, largest)
+    return torch.ops.symm_mem.one_shot_all_reduce_copy(shared, x.view(-1), "sum", group_name).view(x.shape)
 
 
 @one_shot_all_reduce.register_fake
