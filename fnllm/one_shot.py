@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fnllm.tensor_parallel import ProcessGroup
+from fnllm.tensor_parallel import ProcessGroup, refuse_gradients
 
 LARGEST = 256 * 1024  # bytes; above, each rank reading everything costs more than a ring
 ALIGNED = 16  # bytes that the kernel moves at a time
@@ -23,6 +23,7 @@ class OneShot(ProcessGroup):
     largest: int = LARGEST
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        refuse_gradients(x)
         return torch.ops.fnllm.one_shot_all_reduce(x.contiguous(), self.group_name, self.largest)
 
 
@@ -48,7 +49,7 @@ def one_shot_all_reduce(x: Tensor, group_name: str, largest: int) -> Tensor:
     if not x.is_cuda or nbytes > largest or nbytes % ALIGNED or nbytes == 0 or not x.dtype.is_floating_point:
         functional = torch.ops._c10d_functional
         return functional.wait_tensor(functional.all_reduce(x, "sum", group_name))
-    # The kernel copies `x` there for the others to read, and ends when all have read: the next sum may write there again.
+    # The kernel copies `x` there for the others to read and ends when all have, so the next sum may write there again.
     shared = shared_buffer(group_name, x.dtype, x.device, largest)
     return torch.ops.symm_mem.one_shot_all_reduce_copy(shared, x.view(-1), "sum", group_name).view(x.shape)
 

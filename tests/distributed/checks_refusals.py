@@ -108,3 +108,13 @@ def check_the_way_to_sum_is_chosen_by_the_environment(expected: None) -> None:
         patch.setenv("FNLLM_ALL_REDUCE", "ring")
         with pytest.raises(ValueError, match="must be one of group, one_shot, found 'ring'"):
             world(params.shard)
+
+
+def check_a_gradient_between_ranks_is_refused_and_not_lost(expected: None) -> None:
+    params = fnllm.load(ORACLE / "qwen3-odd")
+    params.tree["norm"].requires_grad_()
+    params.tree["layers"][0]["o"].requires_grad_()
+    with pytest.raises(ValueError, match="gradients do not pass between the ranks"):
+        fnllm.score(params, [[3, 1, 4]])
+    with torch.no_grad():
+        assert len(fnllm.score(params, [[3, 1, 4]])[0]) == 2
