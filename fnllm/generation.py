@@ -113,6 +113,7 @@ def serve(
     worker = Engine(params, machine_for(params, variant, None, None, EngineOptions(**options)), variant)
     machine = worker.machine
     state = replace(machine.idle, variant=variant) if machine.idle else worker.init()
+    version = machine.version_of(params)
     tracks: dict[int, Track] = {}
     refused: list[Chunk] = []
     for index, (ids, setting) in enumerate(zip(found.ids, settings, strict=True)):
@@ -122,7 +123,13 @@ def serve(
             check_sampling(setting, vocab_size=params.config.vocab_size, has_tokenizer=params.tokenizer is not None)
             for sample in range(setting.n):
                 request = worker.request(
-                    ids, setting, seed=seed + index, sample=sample, edits=chosen[index], capture=looked[index]
+                    ids,
+                    setting,
+                    seed=seed + index,
+                    sample=sample,
+                    edits=chosen[index],
+                    capture=looked[index],
+                    version=version,
                 )
                 state, seq_id = add(state, request)
                 tracks[seq_id] = track(params, index, sample, ids, setting, live, time.perf_counter(), looked[index])
