@@ -98,8 +98,8 @@ def compare(called: str, y: Any, wanted: tuple[tuple[int, ...], torch.dtype] | N
         raise TypeError(f"{called} must return a tensor of shape {shape} and {dtype}, found {type(y).__name__}")
     if tuple(y.shape) != shape:
         raise ValueError(
-            f"{called} must return shape {shape} (in this trial of {TOKENS} tokens), found {tuple(y.shape)}; a step has "
-            "one row for each of its tokens, and state across steps lives in the cache alone"
+            f"{called} must return shape {shape} (in this trial of {TOKENS} tokens), found {tuple(y.shape)}; a step "
+            "has one row for each of its tokens, and state across steps lives in the cache alone"
         )
     if y.dtype != dtype:
         raise TypeError(f"{called} must return {dtype}, found {y.dtype}; cast the result with .to(x.dtype)")
