@@ -4,17 +4,17 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import fnllm_weights
 import pytest
 import torch
-from fnllm_weights import ModelConfig, Shard
-from fnllm_weights.init import init
-from fnllm_weights.load import load
 
 import fnllm
+import fnllm_weights
 from fnllm.rope import make_rope
 from fnllm.scoring import context, packed_batch
 from fnllm.tensor_parallel import Call, counting
+from fnllm_weights import ModelConfig, Shard
+from fnllm_weights.init import init
+from fnllm_weights.load import load
 
 torch.set_num_threads(1)
 
