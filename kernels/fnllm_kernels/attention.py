@@ -128,7 +128,7 @@ def _check(q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, backen
     "fnllm::paged_attention",
     mutates_args=(),
     schema="(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor cu_seqlens_q, Tensor context_lens, "
-    "int max_seqlen_q, float scale, int window, str backend, Tensor? metadata, int max_context) -> Tensor",
+    "SymInt max_seqlen_q, float scale, int window, str backend, Tensor? metadata, SymInt max_context) -> Tensor",
 )
 def _paged_attention_op(
     q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,

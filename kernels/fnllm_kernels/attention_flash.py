@@ -91,7 +91,7 @@ def _metadata_size(batch: int, head_dim: int, max_keys: int, max_seqlen_q: int, 
     "fnllm::fa3_metadata",
     mutates_args=(),
     schema="(Tensor context_lens, Tensor? cu_seqlens_q, int num_heads, int num_kv_heads, int head_dim, int block_size, "
-    "int max_blocks, int max_seqlen_q, ScalarType dtype, int window) -> Tensor",
+    "int max_blocks, SymInt max_seqlen_q, ScalarType dtype, int window) -> Tensor",
 )
 def _fa3_metadata_op(
     context_lens, cu_seqlens_q, num_heads, num_kv_heads, head_dim, block_size, max_blocks, max_seqlen_q, dtype, window
