@@ -6,13 +6,13 @@ those before them. Every kernel fetches weights while the one before it still ru
 """
 
 import torch
-from fnllm_kernels.decode_attention import decode_attention
-from fnllm_kernels.small_linear import norm_linear, small_linear
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from fnllm.context import Context
 from fnllm.layers import Layers
+from fnllm_kernels.decode_attention import decode_attention
+from fnllm_kernels.small_linear import norm_linear, small_linear
 
 INSIDE = ("norm", "linear", "attention", "attend", "mlp", "activation")  # functions whose work these kernels do
 HEAD_DIMS = (32, 64, 128, 256)

@@ -79,9 +79,11 @@ def watched(
 
 def trace(called: str, function: Callable[..., Any], args: list, named: dict) -> None:
     """Raise TypeError, with the reason, when torch.compile cannot trace the function as a whole."""
+    from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
+
     try:
         torch.compile(function, backend="eager", fullgraph=True)(*args, **named)
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except TorchDynamoException as error:
         reason = " ".join(str(error).split("\n\n")[0].split())
         raise TypeError(
             f"{called} cannot be traced by torch.compile: {reason}. Write it without branches on tensor values, .item() "

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from fnllm_weights import Shard
 
 import fnllm
 from fnllm.distributed import least, world
+from fnllm_weights import Shard
 
 ORACLE = Path(__file__).parents[1] / "oracle"
 PROMPTS = [[3, 1, 4], [1, 5]]

@@ -7,11 +7,12 @@ import itertools
 import shutil
 from dataclasses import replace
 
-import fnllm
 import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import GREEDY, NAMES, ORACLE, checkpoint, drain, golden, plain_logits
+
+import fnllm
 
 TOLERANCE = 1e-4
 SMALL = {"max_model_len": 132, "max_num_seqs": 4}
