@@ -32,7 +32,7 @@ def launched() -> Shard:
 
 
 def timeout() -> timedelta:
-    """How long a rank waits for the others, from FNLLM_TIMEOUT_S (seconds); ValueError when that is no positive number."""
+    """How long a rank waits for the others, from FNLLM_TIMEOUT_S (seconds); ValueError if that is no positive number."""
     text = os.environ.get(TIMEOUT_NAME, str(TIMEOUT_SECONDS))
     try:
         seconds = float(text)
@@ -96,7 +96,9 @@ def local_device(device: str | torch.device | None) -> torch.device:
         return wanted
     index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if index >= count:
-        raise ValueError(f"LOCAL_RANK={index} has no GPU: this machine shows {count}; start --nproc-per-node {count} or less")
+        raise ValueError(
+            f"LOCAL_RANK={index} has no GPU: this machine shows {count}; start --nproc-per-node {count} or less"
+        )
     return torch.device("cuda", index)
 
 
@@ -110,8 +112,8 @@ def world(shard: Shard) -> TensorParallel:
     tp = process_group_tp()
     if (tp.rank, tp.size) != shard:
         raise ValueError(
-            f"these params are shard {shard.rank} of {shard.size}, and this process is rank {tp.rank} of {tp.size}; load "
-            "under torchrun, or give engine(..., tp=process_group_tp(group)) the group that holds the shards"
+            f"these params are shard {shard.rank} of {shard.size}, and this process is rank {tp.rank} of {tp.size}; "
+            "load under torchrun, or give engine(..., tp=process_group_tp(group)) the group that holds the shards"
         )
     return tp
 
@@ -141,8 +143,8 @@ def agree(params: Params, seed: int | None, **inputs: Any) -> int:
         different = [rank for rank, row in enumerate(rows) if row[place] != rows[0][place]]
         if different:
             raise ValueError(
-                f"{name} on rank{'s' * (len(different) > 1)} {', '.join(map(str, different))} differ from rank 0's; every "
-                "rank must make the same call, so build its arguments from the same data in the same order"
+                f"{name} on rank{'s' * (len(different) > 1)} {', '.join(map(str, different))} differ from rank 0's; "
+                "every rank must make the same call, so build its arguments from the same data in the same order"
             )
     return rows[0][-1]
 
@@ -177,7 +179,9 @@ def together(load: Callable[[], Params]) -> Params:
     except Exception as error:
         mine = error
     said: list[Any] = [None] * dist.get_world_size()
-    report = None if params is None else fingerprint((params.config, params.tree["norm"].dtype, params.tokenizer is None))
+    report = None
+    if params is not None:
+        report = fingerprint((params.config, params.tree["norm"].dtype, params.tokenizer is None))
     dist.all_gather_object(said, report if mine is None else f"{type(mine).__name__}: {mine}")
     if mine is not None:
         raise mine

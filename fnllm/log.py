@@ -1,4 +1,4 @@
-"""What was done to a state, as data: a log of events that gives the same tokens and block tables each time it is run."""
+"""What was done to a state, as data: a log of events that gives the same tokens and block tables whenever it is run."""
 
 import difflib
 from collections.abc import Callable, Iterable

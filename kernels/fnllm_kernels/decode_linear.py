@@ -173,7 +173,7 @@ if triton is not None:
         GATED: tl.constexpr, NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
         PDL: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
-        """y [rows, outputs] for rows <= T = 16: a batched product over SPLITS pieces of each block of H, summed last."""
+        """y [rows, outputs] for rows <= T = 16: a batched product over SPLITS pieces of each block of H, added last."""
         STEP: tl.constexpr = SPLITS * BLOCK
         STEPS: tl.constexpr = (H + STEP - 1) // STEP
         EVEN: tl.constexpr = H % STEP == 0

@@ -1,4 +1,4 @@
-"""What two ranks check: calls that differ between them, and errors of one of them, are refused on both, and both go on."""
+"""What two ranks check: calls that differ between them, and errors of one, are refused on both, and both go on."""
 
 from dataclasses import replace
 from pathlib import Path

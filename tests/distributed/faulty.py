@@ -1,4 +1,4 @@
-"""A script under torchrun in which rank 1 goes wrong: python faulty.py KIND STEP. Its computation is the usual few lines."""
+"""A script under torchrun in which rank 1 goes wrong: python faulty.py KIND STEP. Its computation is the usual one."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Runs examples/ray_batch.py with a worker or a rank that is killed once: python ray_dying.py SOURCE OUT TP [MARKER]."""
+"""Runs examples/ray_batch.py with a worker or a rank killed once: python ray_dying.py SOURCE OUT TP [MARKER]."""
 
 import importlib
 import json

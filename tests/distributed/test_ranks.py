@@ -1,4 +1,4 @@
-"""Groups of ranks over gloo: equal to one rank, refusals on all ranks, the compiled step. The checks are in checks_*.py."""
+"""Groups of ranks over gloo: equal to one rank, refusals on all ranks, the compiled step. See checks_*.py."""
 
 import json
 import os
