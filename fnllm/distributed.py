@@ -32,7 +32,7 @@ def launched() -> Shard:
 
 
 def timeout() -> timedelta:
-    """How long a rank waits for the others, from FNLLM_TIMEOUT_S (seconds); ValueError if that is no positive number."""
+    """How long a rank waits for the others, from FNLLM_TIMEOUT_S (seconds); ValueError if that is not positive."""
     text = os.environ.get(TIMEOUT_NAME, str(TIMEOUT_SECONDS))
     try:
         seconds = float(text)

@@ -108,7 +108,9 @@ if triton is not None:
         row = (tl.program_id(0) * WARPS + warp) * R
         tiles = unit_weights(w_ptr, row, outputs, 0, WIDTH, PAIRS, CHUNKS, R, EVEN, GATED)
         bias = load_beside(bias_ptr, row, 0, outputs, R, PAIRS, HAS_BIAS)
-        up_bias = load_beside(bias_ptr + outputs if HAS_BIAS else bias_ptr, row, 0, outputs, R, PAIRS, HAS_BIAS and GATED)
+        up_bias = load_beside(
+            bias_ptr + outputs if HAS_BIAS else bias_ptr, row, 0, outputs, R, PAIRS, HAS_BIAS and GATED
+        )
         if UNITS == 1:
             if NORM:
                 norm = load_row(norm_ptr, warp, 0, WIDTH, PAIRS, CHUNKS, EVEN)

@@ -116,7 +116,7 @@ if triton is not None:
 
     @triton.jit
     def multiply_add(totals, weights, evens, odds, OFFSET: tl.constexpr, CHUNKS: tl.constexpr, R: tl.constexpr):
-        """Totals of R rows from OFFSET on plus products of their weight tiles with a row's tiles, unsummed over lanes."""
+        """Totals of R rows from OFFSET on plus products of their weight tiles with a row's, unsummed over lanes."""
         new_totals = ()
         for r in tl.static_range(R):
             total = totals[OFFSET + r]
