@@ -1,17 +1,18 @@
 """Activation patching (Meng et al. 2022, Vig et al. 2020): which activations carry the difference between two prompts.
 
-The corrupted prompt is run with one activation of the clean one patched in, at every layer and position; the score is how
-much of the clean answer comes back. All patches of one layer are one call of `score`.
+The corrupted prompt is run with one activation of the clean one patched in, at every layer and position; the score is
+how much of the clean answer comes back. All patches of one layer are one call of `score`.
 
     python examples/activation_patching.py [folder or hub id] [plot.png]
 """
 
 import sys
 
-import fnllm
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+import fnllm
 
 CLEAN = "Moses and Aaron went in, and the LORD spake unto"
 CORRUPTED = "Emma and Harriet went in, and the girl came unto"

@@ -5,10 +5,11 @@
 
 import sys
 
-import fnllm
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+import fnllm
 
 
 def lens(params: fnllm.Params, prompt: str, new_tokens: int = 8) -> tuple[list[str], list[list[str]], Float[Tensor, "L T"]]:

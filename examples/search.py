@@ -79,7 +79,7 @@ def tree_search(engine: Engine, prompt: list[int], *, branch: int, keep: int, de
 
 
 def run(engine: Engine, state: fnllm.State, step=None) -> tuple[fnllm.State, dict[int, float]]:
-    """Step until nothing is left to do; also each sequence's sum of log-probabilities of what it drew (with `step`'s)."""
+    """Step until nothing is left; also each sequence's sum of log-probabilities of what it drew (with `step`'s)."""
     totals: dict[int, float] = {}
     while True:
         if step is not None:
