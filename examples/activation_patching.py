@@ -46,7 +46,7 @@ def aligned(params: fnllm.Params, clean: str, corrupted: str) -> tuple[list[int]
 
 
 def main(path: str | None = None, out: str = "activation_patching.png") -> None:
-    params = fnllm.load(path)
+    params = fnllm.load(path or None)
     clean, corrupted = aligned(params, CLEAN, CORRUPTED)
     greedy = fnllm.Sampling(temperature=0, max_tokens=1)
     answer = fnllm.generate(params, [clean], greedy, max_num_seqs=4, max_model_len=256)[0].token_ids[0]

@@ -55,7 +55,7 @@ def sweep(
 
 
 def main(path: str | None = None, out: str = "steering.png") -> None:
-    params = fnllm.load(path)
+    params = fnllm.load(path or None)
     site = f"layers.{params.config.num_hidden_layers // 2}.resid_post"
     scales = [-4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0]
     texts = sweep(params, site, scales, "In the morning")

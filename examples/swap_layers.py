@@ -115,7 +115,7 @@ SWAPS = {
 
 
 def main(path: str | None = None) -> None:
-    params = fnllm.load(path)
+    params = fnllm.load(path or None)
     prompt, greedy = "In the beginning", fnllm.Sampling(temperature=0, max_tokens=24)
     runs = {"nothing": (params, Layers()), **{name: (params, layers) for name, layers in SWAPS.items()}}
     runs["8-bit weights"] = (quantised(params), Layers()._replace(linear=int8_linear))
