@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fnllm import scheduler
+from fnllm.prompts import check_ids
 from fnllm.scheduler import Request, SchedulerState
 
 
@@ -18,6 +19,7 @@ class State:
     scheduler: SchedulerState
     clock: int = 0
     variant: Any = None  # the layers, edits and captures that compute what the cache holds
+    vocab_size: int | None = None  # tokens that are appended must be below it
 
 
 def add(state: State, request: Request) -> tuple[State, int]:
@@ -31,7 +33,13 @@ def fork(state: State, seq_id: int) -> tuple[State, int]:
 
 
 def append(state: State, seq_id: int, tokens: Sequence[int]) -> State:
-    """Put tokens behind a sequence, as if it had drawn them."""
+    """Put tokens behind a sequence: all it has is then the prompt of a new turn, of as many new tokens as its first.
+
+    Raises ValueError for ids outside the vocabulary, and for more tokens than can ever run.
+    """
+    tokens = tuple(tokens)
+    if tokens and state.vocab_size is not None:
+        tokens = check_ids("tokens", tokens, state.vocab_size)
     return replace(state, scheduler=scheduler.append(state.scheduler, seq_id, tokens))
 
 
