@@ -21,6 +21,7 @@ sys.path[:0] = [str(ROOT / "kernels")]
 os.environ.setdefault("TRITON_CACHE_DIR", "/tmp/fnllm_triton_cache")
 
 from fnllm_kernels import decode_attention as attention  # noqa: E402
+from fnllm_kernels import decode_linear as linear  # noqa: E402
 from fnllm_kernels import decode_step as step  # noqa: E402
 from fnllm_kernels import decode_step_kernel as step_kernel  # noqa: E402
 from fnllm_kernels.decode_linear import DotTiles, Tiles, launch_linear  # noqa: E402
@@ -30,11 +31,13 @@ PEAK = 4.24e12  # bytes a second, measured read bandwidth of an H200
 BF16 = torch.bfloat16
 SMALL = step.StepShape(1024, 3072, 16, 8, 128, 64, 1e-6, True, False)
 LARGE = step.StepShape(4096, 12288, 32, 8, 128, 64, 1e-6, True, False)
-RESULTS: list[dict] = []
+RESULTS: list[Path] = []  # where this process's results go
 
 
 def report(part: str, name: str, **values) -> None:
-    RESULTS.append({"part": part, "name": name, **values})
+    if RESULTS:  # a line at once: a part that is stopped at its limit keeps what it had
+        with RESULTS[0].open("a") as file:
+            file.write(json.dumps({"part": part, "name": name, **values}) + "\n")
     shown = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
     print(f"{part:9} {name:58} {shown}", flush=True)
 
@@ -42,8 +45,9 @@ def report(part: str, name: str, **values) -> None:
 def attempt(part: str, name: str, work):
     try:
         return work()
-    except Exception as error:  # noqa: BLE001: one failing case must not end the run
-        report(part, name, error=f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:160] if str(error).strip() else ''}")
+    except Exception as error:  # one failing case must not end the run
+        lines = str(error).strip().splitlines() or [""]
+        report(part, name, error=f"{type(error).__name__}: {lines[-1][:160]}")
         return None
 
 
@@ -77,17 +81,6 @@ def graph_time(work, replays=15) -> float:
     return statistics.median(times[3:])
 
 
-def compile_all(jobs) -> None:
-    """Compiles kernels side by side; failures show again, with their names, when the kernel is used."""
-    with ThreadPoolExecutor(12) as pool:
-        for future in [pool.submit(job) for job in jobs]:
-            try:
-                future.result()
-            except Exception:  # noqa: BLE001, S110
-                pass
-    torch.cuda.synchronize()
-
-
 def linear_candidates(rows: int, outputs: int, width: int):
     chunks = width // 256
     if rows <= 4:
@@ -96,16 +89,16 @@ def linear_candidates(rows: int, outputs: int, width: int):
                  16: [(4, 1, 16), (4, 2, 8), (4, 4, 4), (8, 2, 8), (4, 4, 2)],
                  48: [(4, 2, 8), (4, 4, 4), (4, 1, 12), (8, 2, 8)]}[chunks]  # fmt: skip
         if rows > 1:
-            whole = whole[:2] if rows == 2 else whole[:1]
+            whole = whole[:1]
         tiles = [Tiles(w, r, 128, c) for w, r, c in whole]
-        if rows == 1:
+        if rows == 1 and outputs == 4096 and width == 1024:
             tiles.append(tiles[1]._replace(early=False))
         if rows >= 2:
             tiles.append(DotTiles(8 if outputs <= 1024 else 16, 4, 128, 4))
         return tiles
     small = outputs <= 1024
     return [DotTiles(8 if small else 16, 4, 128, 4), DotTiles(8 if small else 16, 4, 256, 4),
-            DotTiles(16 if small else 32, 4, 128, 4), DotTiles(8 if small else 16, 8, 128, 8)]  # fmt: skip
+            DotTiles(16 if small else 32, 4, 128, 4)]  # fmt: skip
 
 
 LINEARS = ((6144, 1024), (4096, 1024), (1024, 2048), (1024, 3072), (24576, 4096), (6144, 4096), (4096, 4096),
@@ -141,10 +134,6 @@ def linear_part() -> None:
     cases = [(o, h, t) for o, h in LINEARS for t in (1, 2, 4, 8, 16)]
     weights = {(o, h): [random(o, h, scale=h**-0.5) for _ in range(max(1, min(28, -(-400_000_000 // (2 * o * h)))))] for o, h in LINEARS}
     inputs = {(h, t): random(t, h) for _, h in LINEARS for t in (1, 2, 4, 8, 16)}
-    compile_all(
-        lambda o=o, h=h, t=t, tiles=tiles: launch_linear(inputs[h, t], weights[o, h][0], tiles=tiles)
-        for o, h, t in cases for tiles in linear_candidates(t, o, h)
-    )  # fmt: skip
     for o, h, t in cases:
         ws, x = weights[o, h], inputs[h, t]
         plain = attempt("linear", f"{o}x{h}", lambda ws=ws, x=x: graph_time(lambda: [torch.nn.functional.linear(x, w) for w in ws]) / len(ws))
@@ -304,11 +293,13 @@ def step_variants(count: int):
         ("0.6B attention only", SMALL, small, {"phases": 4}),
         ("8B default", LARGE, large, {}),
         ("0.6B 16 warps", SMALL, step.step_tiles(SMALL, count, warps=16, held=12), {}),
-        ("8B held 16", LARGE, step.step_tiles(LARGE, count, held=16), {}),
+        ("8B held 32", LARGE, step.step_tiles(LARGE, count, held=32), {}),
     ]
 
 
-class _CompileOnly:
+class CompileOnly:
+    """Stands for a Triton kernel: a launch compiles it into the cache on disk and runs nothing."""
+
     def __init__(self, kernel):
         self.kernel = kernel
 
@@ -316,17 +307,37 @@ class _CompileOnly:
         return lambda *args, **kwargs: self.kernel.warmup(*args, grid=grid, **kwargs)
 
 
-def warm_part() -> None:
-    """Compiles the step's variants into the cache while another part is being timed; launches nothing."""
-    step_kernel.decode_step_kernel = _CompileOnly(step_kernel.decode_step_kernel)
+def warm_part(index: int) -> None:
+    """Compiles this worker's share of all kernels; what fails shows again, with its name, when it is used."""
+    for module, name in (
+        (linear, "few_rows_kernel"), (linear, "dot_kernel"), (attention, "decode_attention_kernel"),
+        (step_kernel, "decode_step_kernel"),
+    ):  # fmt: skip
+        setattr(module, name, CompileOnly(getattr(module, name)))
     count = torch.cuda.get_device_properties(0).multi_processor_count
-    models = {shape: Model(shape, 1, 1, 300) for shape in (SMALL, LARGE)}
-    begin = time.time()
-    compile_all(
-        lambda shape=shape, tiles=tiles, options=options: models[shape].step(tiles, **options)
+    models = {(shape, rows): Model(shape, 1, rows, 300) for shape in (SMALL, LARGE) for rows in (1, 2, 4, 8, 16)}
+    qkv = {rows: random(rows, 4096) for rows in (1, 8, 16)}
+    jobs = [
+        lambda shape=shape, tiles=tiles, options=options: models[shape, 1].step(tiles, **options)
         for _, shape, tiles, options in step_variants(count)
-    )  # fmt: skip
-    report("step", "compile all variants", seconds=time.time() - begin)
+    ]  # fmt: skip
+    for shape in (SMALL, LARGE):
+        for rows in (1, 2, 4, 8, 16):
+            jobs.append(lambda shape=shape, rows=rows: models[shape, rows].chain())
+    jobs += [lambda tiles=tiles: models[SMALL, 1].chain(tiles) for tiles in CHAINS.values() if tiles]
+    for rows in (1, 8, 16):
+        for options in ATTENTIONS if rows == 1 else ATTENTIONS[:2]:
+            for early in (True, False):
+                jobs.append(lambda rows=rows, options=options, early=early: models[SMALL, rows].attend(
+                    qkv[rows], 0, early=early, **options))  # fmt: skip
+    for o, h in LINEARS:
+        w = torch.empty(o, h, dtype=BF16, device="cuda")
+        for t in (1, 2, 4, 16):
+            x = random(t, h)
+            jobs += [lambda x=x, w=w, tiles=tiles: launch_linear(x, w, tiles=tiles) for tiles in linear_candidates(t, o, h)]
+    with ThreadPoolExecutor(3) as pool:
+        for future in [pool.submit(job) for job in jobs[index::WORKERS]]:
+            future.exception()
 
 
 def step_part() -> None:
@@ -367,8 +378,11 @@ def step_part() -> None:
         report("step", "0.6B default context 384, no cooperative launch", ms=seconds * 1e3)
 
 
-PARTS = {"linear": linear_part, "attention": attention_part, "chain": chain_part, "warm": warm_part, "step": step_part}
-LIMITS = {"linear": 100, "attention": 40, "chain": 60, "step": 80, "warm": 140}
+PARTS = {"linear": linear_part, "attention": attention_part, "chain": chain_part, "step": step_part}
+WORKERS = 8
+PARTS |= {f"warm{i}": lambda i=i: warm_part(i) for i in range(WORKERS)}
+LIMITS = {"linear": 50, "attention": 25, "chain": 40, "step": 50}
+COMPILE_LIMIT = 90
 
 
 def start(part: str, out: str):
@@ -379,13 +393,13 @@ def start(part: str, out: str):
 def finish(part: str, started, out: str) -> list[dict]:
     process, begin = started
     try:
-        process.wait(timeout=max(1, LIMITS[part] - (time.time() - begin)))
+        process.wait(timeout=max(1, LIMITS.get(part, COMPILE_LIMIT) - (time.time() - begin)))
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-        print(f"{part}: stopped after {LIMITS[part]} s", flush=True)
+        print(f"{part}: stopped at its limit", flush=True)
     path = Path(f"{out}.{part}")
-    found = json.loads(path.read_text()) if path.exists() else []
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     path.unlink(missing_ok=True)
     print(f"{part}: rc {process.returncode}, {time.time() - begin:.0f} s", flush=True)
     return found
@@ -398,18 +412,14 @@ def main() -> None:
     parser.add_argument("--parts", default="step,chain,attention,linear", help="the parts to run, comma-separated")
     args = parser.parse_args()
     if args.part:
-        try:
-            PARTS[args.part]()
-        finally:
-            Path(args.out).write_text(json.dumps(RESULTS, indent=1))
-        return
+        RESULTS.append(Path(args.out))
+        return PARTS[args.part]()
     parts, rows = args.parts.split(","), []
-    warm = start("warm", args.out) if "step" in parts else None
-    for part in [p for p in parts if p != "step"]:
+    workers = [(f"warm{i}", start(f"warm{i}", args.out)) for i in range(WORKERS)]
+    for part, worker in workers:
+        rows += finish(part, worker, args.out)
+    for part in parts:
         rows += finish(part, start(part, args.out), args.out)
-    if warm:
-        rows += finish("warm", warm, args.out)
-        rows += finish("step", start("step", args.out), args.out)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     Path(args.out).write_text(json.dumps({"device": device, "torch": torch.__version__, "rows": rows}, indent=1))
 

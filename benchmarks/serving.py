@@ -34,6 +34,7 @@ def fnllm_generate(size: str, options: dict):
         sampling = [fnllm.Sampling(temperature=0.6, max_tokens=n, ignore_eos=True) for n in lens]
         fnllm.generate(params, prompts, sampling, **options)
 
+    fnllm.engine(params, **options).prepare(fnllm.Sampling(temperature=0.6))
     generate([[1, 2, 3]], [8])
     return generate, time.perf_counter() - began
 

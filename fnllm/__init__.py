@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from fnllm.loading import load
     from fnllm.model import forward
     from fnllm.options import EngineOptions
+    from fnllm.log import Event, apply, event, replay
     from fnllm.sampling import Sampling
-    from fnllm.scoring import score
+    from fnllm.scoring import Scored, score
     from fnllm.state import State, abort, add, append, finish, fork, show, tokens, truncate
     from fnllm.tensor_parallel import TensorParallel, simulate
     from fnllm_weights import ModelConfig, Params, save
@@ -31,8 +32,9 @@ _HOMES = {
     "fnllm.loading": ("load",),
     "fnllm.model": ("forward",),
     "fnllm.options": ("EngineOptions",),
+    "fnllm.log": ("Event", "apply", "event", "replay"),
     "fnllm.sampling": ("Sampling",),
-    "fnllm.scoring": ("score",),
+    "fnllm.scoring": ("Scored", "score"),
     "fnllm.state": ("State", "abort", "add", "append", "finish", "fork", "show", "tokens", "truncate"),
     "fnllm.capture": ("Capture", "capture_bytes"),
     "fnllm.edits": ("Edit", "ablate", "patch", "steer"),
@@ -47,24 +49,29 @@ __all__ = [
     "Edit",
     "Engine",
     "EngineOptions",
+    "Event",
     "Layers",
     "ModelConfig",
     "Params",
     "Sampling",
+    "Scored",
     "State",
     "TensorParallel",
     "ablate",
     "abort",
     "add",
     "append",
+    "apply",
     "capture_bytes",
     "engine",
+    "event",
     "finish",
     "fork",
     "forward",
     "generate",
     "load",
     "patch",
+    "replay",
     "save",
     "score",
     "show",

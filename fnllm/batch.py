@@ -28,11 +28,11 @@ class Rows(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """What the host sends for a step. In a decode step (`token_ids` None) each entry is one token, read from its row."""
+    """What the host sends for a step. In a decode step (`token_ids` None) an entry is one token, read from its row."""
 
     row: Int[Tensor, " B"]  # R - 1 is padding
     accept: Bool[Tensor, " B"]  # the sampled token becomes the row's last token
-    cu_seqlens: Int[Tensor, "B_plus_1"]  # first query of each entry
+    cu_seqlens: Int[Tensor, " B_plus_1"]  # first query of each entry
     token_ids: Int[Tensor, " T"] | None  # -1: the row's last token
     entry: Int[Tensor, " T"] | None = None  # which entry a token belongs to; B is padding
     captured: Int[Tensor, " C"] | None = None  # tokens of the batch whose activations leave the step
@@ -45,7 +45,7 @@ class Batch(NamedTuple):
     positions: Int[Tensor, " T"]
     entry: Int[Tensor, " T"]  # which sequence of the batch a token belongs to
     slots: Int[Tensor, " T"] | None  # cache slot that a token's key and value go to; -1: none
-    cu_seqlens: Int[Tensor, "B_plus_1"]
+    cu_seqlens: Int[Tensor, " B_plus_1"]
     context_lens: Int[Tensor, " B"]  # keys that a sequence's last query sees
     block_tables: Int[Tensor, "B M"] | None
     cos: Float[Tensor, "T half_D"]

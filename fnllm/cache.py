@@ -48,8 +48,8 @@ def blocks_that_fit(*, free: int, total: int, reserve: int, utilization: float, 
     blocks = min(needed, available // per_block)
     if blocks < 1:
         raise ValueError(
-            f"no room for a KV cache: {free / 1e9:.2f} of {total / 1e9:.2f} GB are free, utilization={utilization} and a "
-            f"reserve of {reserve / 1e9:.2f} GB leave {available / 1e9:.2f} GB, and one block takes {per_block / 1e9:.4f} "
-            "GB; free memory, raise utilization, or give num_blocks"
+            f"no room for a KV cache: {free / 1e9:.2f} of {total / 1e9:.2f} GB are free, utilization={utilization} and "
+            f"a reserve of {reserve / 1e9:.2f} GB leave {available / 1e9:.2f} GB, and one block takes "
+            f"{per_block / 1e9:.4f} GB; free memory, raise utilization, or give num_blocks"
         )
     return blocks

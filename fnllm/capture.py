@@ -21,9 +21,9 @@ POSITIONS = ("all", "prompt", "output", "last")
 class Capture:
     """Activations to return of a request: at `sites`, of the tokens at `positions`.
 
-    A site may hold `*` for every layer. Positions: "all", "prompt", "output" (new tokens, as they are read), "last" (the
-    prompt's last token, which decides the first new one), or numbers, negative ones from the prompt's end. The last new
-    token is never read, so it has no activations. Raises ValueError or TypeError for other positions.
+    A site may hold `*` for every layer. Positions: "all", "prompt", "output" (new tokens, as they are read), "last"
+    (the prompt's last token, which decides the first new one), or numbers, negative ones from the prompt's end. The
+    last new token is never read, so it has no activations. Raises ValueError or TypeError for other positions.
     """
 
     sites: Any  # one name or several; stored as a tuple
@@ -33,7 +33,9 @@ class Capture:
         object.__setattr__(self, "sites", (self.sites,) if isinstance(self.sites, str) else tuple(self.sites))
         if isinstance(self.positions, str):
             if self.positions not in POSITIONS:
-                raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, or integers; found {self.positions!r}")
+                raise ValueError(
+                    f"positions must be one of {', '.join(POSITIONS)}, or integers; found {self.positions!r}"
+                )
             return
         numbers = (self.positions,) if isinstance(self.positions, int) else tuple(self.positions)
         if not all(isinstance(p, int) and not isinstance(p, bool) for p in numbers):
@@ -70,7 +72,9 @@ def captures_of_each(capture: Any, count: int) -> list[Capture]:
     if all(isinstance(site, str) for site in given):
         return [Capture(given)] * count
     if len(given) != count:
-        raise ValueError(f"{count} prompts and {len(given)} captures; give sites for all prompts, or a Capture for each")
+        raise ValueError(
+            f"{count} prompts and {len(given)} captures; give sites for all prompts, or a Capture for each"
+        )
     return [as_capture(one) for one in given]
 
 
@@ -82,8 +86,8 @@ def expand(config: ModelConfig, capture: Capture) -> Capture:
         found = [site for site in known if fnmatchcase(site, pattern)] if isinstance(pattern, str) else []
         if not found:
             raise ValueError(
-                f"unknown site {pattern!r}; sites are layers.<0 to {config.num_hidden_layers - 1}>.<{'|'.join(LAYER_SITES)}>, "
-                f"{' and '.join(FINAL_SITES)}; * stands for every layer"
+                f"unknown site {pattern!r}; sites are layers.<0 to {config.num_hidden_layers - 1}>."
+                f"<{'|'.join(LAYER_SITES)}>, {' and '.join(FINAL_SITES)}; * stands for every layer"
             )
         sites.update(dict.fromkeys(found))
     return Capture(tuple(sites), capture.positions)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from fnllm import launching
+from fnllm import launch
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if show_traceback:
             raise
         sys.stdout.flush()
-        launching.report(f"fnllm: {one_line(error)}")
+        launch.report(f"fnllm: {one_line(error)}")
         return USAGE_ERROR
 
 
@@ -142,9 +142,9 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         raise ValueError(f"--tp must be 1 or more, found {args.tp}")
     if args.prompt is None and sys.stdin.isatty():
         raise ValueError('there is no prompt; give one, as in fnllm generate "Once upon a time"')
-    if args.tp > 1 and not launching.is_launched():
+    if args.tp > 1 and not launch.is_launched():
         text = sys.stdin.read() if args.prompt is None else None  # one process reads it and hands it to every rank
-        return launching.launch(args.tp, [sys.executable, "-m", "fnllm.cli", *argv], text)
+        return launch.run(argv, args.tp, text)
     return generate(args)
 
 

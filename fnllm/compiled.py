@@ -132,7 +132,9 @@ class StepRunner:
 
             def run(tree: dict, resident: Resident, inputs: StepInputs) -> StepOutput:
                 longest = 1 if inputs.token_ids is None else inputs.token_ids.shape[0]
-                return advance_in_place(tree, resident, inputs, spec=self.spec, max_seqlen=longest, max_context=bucket.max_context)
+                return advance_in_place(
+                    tree, resident, inputs, spec=self.spec, max_seqlen=longest, max_context=bucket.max_context
+                )
 
             if self.mode in TRACED_MODES:
                 # a code object of its own, since torch.compile counts recompilations by it

@@ -77,7 +77,9 @@ def end_rank(kind: type[BaseException], error: BaseException, trace: TracebackTy
     if issubclass(kind, RuntimeError) and any(sign in str(error) for sign in CONSEQUENCES):
         lines = [f"fnllm: rank {rank} stopped, because another rank has ended; its error says why\n"]
     else:
-        lines = [f"fnllm: rank {rank} failed:\n", *traceback.format_exception(kind, error, trace)]
+        late = "Timed out" in str(error) and issubclass(kind, RuntimeError)
+        cause = f" (another rank did not come; {TIMEOUT_NAME} sets the limit)" if late else ""
+        lines = [f"fnllm: rank {rank} failed{cause}:\n", *traceback.format_exception(kind, error, trace)]
     sys.stdout.flush()
     sys.stderr.write("".join(lines))  # in one piece: the ranks share a terminal
     sys.stderr.flush()
@@ -123,8 +125,8 @@ def exchange_numbers(tp: TensorParallel, device: torch.device, numbers: list[int
 def agree(params: Params, seed: int | None, **inputs: Any) -> int:
     """The seed of a call whose inputs are equal on all ranks: the one given, or one drawn on rank 0.
 
-    Ranks that ran different inputs would wait for each other in different places. Raises ValueError on every rank, naming
-    the argument and the ranks, when their fingerprints differ.
+    Ranks that ran different inputs would wait for each other in different places. Raises ValueError on every rank,
+    naming the argument and the ranks, when their fingerprints differ.
     """
     drawn = secrets.randbits(63) if seed is None else seed
     if params.shard.size == 1:

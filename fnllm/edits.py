@@ -28,7 +28,9 @@ class Edit:
         values = (self.values,) if isinstance(self.values, Tensor) else tuple(self.values)
         for index, value in enumerate(values):
             if not isinstance(value, Tensor):
-                raise TypeError(f"values[{index}] of the edit at {self.site} must be a tensor, found {type(value).__name__}")
+                raise TypeError(
+                    f"values[{index}] of the edit at {self.site} must be a tensor, found {type(value).__name__}"
+                )
         if not callable(self.apply):
             raise TypeError(f"apply of the edit at {self.site} must be a function, found {type(self.apply).__name__}")
         object.__setattr__(self, "values", values)
@@ -94,13 +96,16 @@ def edits_of_each(edits: Any, count: int) -> list[tuple[Edit, ...]]:
         if not all(isinstance(edit, Edit) for edit in some):
             raise TypeError(f"edits[{index}] must be an Edit, several, or None; found {given[index]!r}")
     if len(each) != count:
-        raise ValueError(f"{count} prompts and {len(each)} lists of edits; give edits for all prompts, or one list for each")
+        raise ValueError(
+            f"{count} prompts and {len(each)} lists of edits; give edits for all prompts, or one list for each"
+        )
     return each
 
 
 def channel_of(edit: Edit) -> Channel:
     """The static part of an edit."""
-    return Channel(edit.site, edit.apply, tuple(tuple(v.shape) for v in edit.values), tuple(v.dtype for v in edit.values))
+    shapes, dtypes = tuple(tuple(v.shape) for v in edit.values), tuple(v.dtype for v in edit.values)
+    return Channel(edit.site, edit.apply, shapes, dtypes)
 
 
 def channels_of(choices: Iterable[Sequence[Edit]]) -> tuple[Channel, ...]:

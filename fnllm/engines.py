@@ -25,7 +25,7 @@ from fnllm.machine import Job, Machine, Variant, looks_back
 from fnllm.options import EngineOptions, resolve
 from fnllm.prompts import check_ids
 from fnllm.readback import Readback, read_back
-from fnllm.sampler import child_seed
+from fnllm.sampler import child_seed, features_of
 from fnllm.sampling import Sampling
 from fnllm.scheduler import Events, Plan, Request, SchedulerConfig
 from fnllm.state import State
@@ -54,7 +54,12 @@ class Engine:
     """Parameters, a variant of the layer functions, and the machine they run on. States are values outside of it."""
 
     def __init__(
-        self, params: Params, machine: Machine, variant: Variant, edits: tuple[Edit, ...] = (), capture: Capture = NOTHING
+        self,
+        params: Params,
+        machine: Machine,
+        variant: Variant,
+        edits: tuple[Edit, ...] = (),
+        capture: Capture = NOTHING,
     ):
         self.params, self.machine, self.variant = params, machine, variant
         self.edits, self.capture = edits, capture  # of a request that does not choose
@@ -98,8 +103,12 @@ class Engine:
         placed(edits, self.variant.edits)
         capture = self.capture if capture is None else expand(config, as_capture(capture))
         if missing := set(capture.sites) - set(self.variant.capture):
-            raise ValueError(f"this engine was not built to capture {sorted(missing)}; name them in engine(capture=...)")
-        stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(config.eos_token_ids))
+            raise ValueError(
+                f"this engine was not built to capture {sorted(missing)}; name them in engine(capture=...)"
+            )
+        stops = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stops |= frozenset(config.eos_token_ids)
         return Request(
             prompt=prompt,
             max_tokens=sampling.max_tokens,
@@ -122,6 +131,11 @@ class Engine:
             ),
             keep=True,
         )
+
+    def prepare(self, sampling: Sampling) -> None:
+        """Build the steps for requests sampled like this one beforehand; otherwise each is built when first needed."""
+        features = features_of([sampling], eos_token_ids=self.params.config.eos_token_ids)
+        self.machine.prepare(self.params, self.variant, features)
 
     def step(self, state: State) -> tuple[State, StepEvents | None]:
         """One step, waited for; None when there is nothing to do."""
@@ -155,7 +169,7 @@ class Engine:
         return replace(state, scheduler=committed), StepEvents(events, flight.plan, flight.results, flight.captured)
 
     def recover(self, state: State) -> State:
-        """Continue a state that the machine has left since: blocks written by others are forgotten and computed anew."""
+        """Continue a state that the machine has left since: blocks others wrote are forgotten and computed anew."""
         disturbed = np.flatnonzero(self.machine.written > state.clock).tolist()
         settled = scheduler.invalidate(state.scheduler, disturbed)
         running = [int(seq_id) for seq_id in settled.rows.seq_id if seq_id >= 0]

@@ -39,12 +39,11 @@ def generate(
     """Complete each prompt: text, token ids, or a chat; one prompt, or a list of them.
 
     `sampling` is one for all or a list with one each (None: what the checkpoint recommends); with `n` > 1 a prompt's
-    samples follow one another in the result.
-    `layers` swaps layer functions. `edits` (see `Edit`) change activations: some for all prompts, or a list with some (or
-    None) for each. `capture` returns activations in `Completion.captured`: sites or a `Capture` for all prompts, or a
-    list with a `Capture` or None for each. `seed` makes the whole call repeatable (requests with a seed of their own
-    always are). Under torchrun every rank makes the same call and gets the same completions; calls that differ are refused
-    on all of them. `chat` are options of the chat template. With
+    samples follow one another in the result. `layers` swaps layer functions. `edits` (see `Edit`) change activations:
+    some for all prompts, or a list with some (or None) for each. `capture` returns activations in `Completion.captured`:
+    sites or a `Capture` for all prompts, or a list with a `Capture` or None for each. `seed` makes the whole call
+    repeatable (requests with a seed of their own always are). Under torchrun every rank makes the same call and gets the
+    same completions; calls that differ are refused on all of them. `chat` are options of the chat template. With
     errors="return" a refused request's completion carries its error and the others run. `options` are those of
     `EngineOptions`. Raises TypeError or ValueError that names the argument, before anything runs.
     """
@@ -206,7 +205,7 @@ def score_prompts(
     edits: Sequence[Sequence[Edit]],
     machine: Machine,
 ) -> None:
-    """Give the tracks that asked for it their prompts' log-probabilities, by `score`, whatever the prefix cache holds."""
+    """Give the tracks that ask for it their prompts' log-probabilities, by `score`, whatever the prefix cache holds."""
     asked = {one.index: one for one in tracks.values() if one.sampling.prompt_logprobs is not None}
     if not asked:
         return

@@ -20,17 +20,18 @@ def load(
 ) -> Params:
     """Params of a local folder or a hub id; None is the small model that comes with the package.
 
-    Under torchrun each rank gets its shard, on its own GPU if there are GPUs; when one cannot load, none can. dtype: the
-    checkpoint's on a GPU, float32 on a CPU. Raises ValueError that names the file, tensor or config field, before anything
-    is allocated.
+    Under torchrun each rank gets its shard, on its own GPU if there are GPUs; when one cannot load, none can. dtype:
+    the checkpoint's on a GPU, float32 on a CPU. Raises ValueError that names the file, tensor or config field, before
+    anything is allocated.
     """
     shard, where = launched(), local_device(device)
     if shard.size > 1:
         join(where)
 
     def read() -> Params:
+        folder = DEMO if path is None else path
         return fnllm_weights.load(
-            DEMO if path is None else path, dtype=dtype, device=where, revision=revision, rank=shard.rank, size=shard.size
+            folder, dtype=dtype, device=where, revision=revision, rank=shard.rank, size=shard.size
         )
 
     return read() if shard.size == 1 else together(read)

@@ -2,17 +2,12 @@
 last wrote each block. It holds no request and decides nothing; plans come from the scheduler."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from fnllm_kernels.attention import default_backend
-from fnllm_kernels.kv_store import copy_blocks
-from fnllm_weights import Params, local_sizes
-from fnllm_weights.params import walk
 
-from fnllm.batch import Rows
 from fnllm.cache import allocate, block_bytes, blocks_that_fit
 from fnllm.capture import NOTHING, Capture
 from fnllm.compiled import TRACED_MODES, HostInputs, Resident, StepRunner, ladder, round_up
@@ -32,10 +27,13 @@ from fnllm.taps import Choice
 from fnllm.tensor_parallel import TensorParallel
 from fnllm.trial import try_step
 from fnllm.watch import watch
+from fnllm_kernels.attention import default_backend
+from fnllm_kernels.kv_store import copy_blocks
+from fnllm_weights import Params, local_sizes
 
 CAPTURED_PREFILL = (64, 128, 256, 512, 1024, 2048)  # prefill steps up to the last of these are replayed as graphs
 CAPTURED_ENTRIES = 8  # ... when they hold at most so many sequences
-SHORT_CONTEXT = 2048  # decode steps of only shorter sequences have graphs of their own: attention divides work otherwise
+SHORT_CONTEXT = 4096  # decode steps of only shorter sequences have graphs of their own: attention divides differently
 
 
 class Variant(NamedTuple):
@@ -110,10 +108,11 @@ class Machine:
         else:
             free = total = host_memory()  # others live there too: the share is of what is free
         width = max(self.sizes.vocab_rows, 4 * self.config.hidden_size, 2 * self.sizes.intermediate)
+        activations = 6 * options.max_num_batched_tokens * self.config.hidden_size * 4
         return blocks_that_fit(
             free=free,
             total=total,
-            reserve=6 * options.max_num_batched_tokens * self.config.hidden_size * 4 + 3 * options.max_num_seqs * width * 4,
+            reserve=activations + 3 * options.max_num_seqs * width * 4,
             utilization=options.utilization,
             per_block=block_bytes(self.config, self.sizes, options.block_size, self.dtype),
             needed=blocks_for_load(options.max_model_len, options.max_num_seqs, options.block_size),
@@ -124,14 +123,14 @@ class Machine:
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else host_memory()
         if needed > free:
             raise ValueError(
-                f"capture would take up to {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free on {self.device}; ask for "
-                "fewer sites, positions or new tokens, or give a Capture per prompt"
+                f"capture would take up to {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free on {self.device}; "
+                "ask for fewer sites, positions or new tokens, or give a Capture per prompt"
             )
         self.report(f"captured activations take at most {needed / 1e6:.1f} MB on {self.device}")
 
     def version_of(self, params: Params) -> int:
         """A number that changes whenever a weight does: another tensor, or the same one written in place."""
-        leaves = [(leaf, -1 if leaf.is_inference() else leaf._version) for _, leaf in walk(params.tree)]
+        leaves = [(leaf, -1 if leaf.is_inference() else leaf._version) for leaf in tensors_of(params.tree)]
         seen = self.seen_leaves
         if len(leaves) != len(seen) or any(a is not b or x != y for (a, x), (b, y) in zip(leaves, seen, strict=True)):
             self.seen_leaves = leaves
@@ -148,8 +147,7 @@ class Machine:
         self.clock += 1
         self.apply(plan, job_of, variant.edits)
         inputs, capture = self.host_inputs(plan)
-        length = int((plan.starts + plan.query_lens).max())
-        max_context = SHORT_CONTEXT if length <= SHORT_CONTEXT < self.options.max_model_len else self.options.max_model_len
+        max_context = 0 if inputs.token_ids is not None else self.context_bound(plan)
         if len(captured):
             inputs = inputs._replace(captured=pad_to_power(captured))
         else:
@@ -170,7 +168,8 @@ class Machine:
         if plan.joins:
             jobs = [job_of(join.seq_id) for join in plan.joins]
             self.join(plan, jobs)
-            write_choices(self.choices_of(channels), channels, [join.row for join in plan.joins], [job.edits for job in jobs])
+            rows, edits = [join.row for join in plan.joins], [job.edits for job in jobs]
+            write_choices(self.choices_of(channels), channels, rows, edits)
         row, column, block = plan.table_updates
         if len(row):
             write_tables(self.resident.rows, row, column, block)
@@ -236,6 +235,11 @@ class Machine:
             if features.logits_fns:
                 self.number_functions(plan.rows, features.logits_fns)
         return rounded(self.batch_features)
+
+    def context_bound(self, plan: Plan) -> int:
+        """One of two bounds on the keys of this step's sequences, so that few steps are compiled."""
+        longest, limit = int(plan.starts.max()) + 1, self.options.max_model_len
+        return SHORT_CONTEXT if longest <= SHORT_CONTEXT < limit else limit
 
     def number_functions(self, rows: np.ndarray, functions: tuple[Callable, ...]) -> None:
         """Write each row's logits_fn as its place among the batch's, which other rows may have changed."""
@@ -309,6 +313,38 @@ class Machine:
             self.runners[spec] = StepRunner(spec, self.resident._replace(rows=rows), self.options.compile, self.report)
         self.last_runner = (variant, features, self.runners[spec])
         return self.runners[spec]
+
+
+    def prepare(self, params: Params, variant: Variant, features: SamplerFeatures) -> None:
+        """Compile and capture the steps of every bucket now, so that no request waits for them.
+
+        Those of short contexts, for a batch whose sampler does what `features` says. Without graphs there is nothing
+        to prepare.
+        """
+        if self.options.compile not in ("graphs", "reduce-overhead"):
+            return
+        runner = self.runner(variant, rounded(features), params.tree)
+        scratch, bound = self.options.max_num_seqs, min(SHORT_CONTEXT, self.options.max_model_len)
+        with torch.no_grad():
+            for size in self.entry_sizes:
+                rows = np.full(size, scratch, np.int64)
+                step = HostInputs(rows, np.zeros(size, bool), np.arange(size + 1, dtype=np.int32))
+                runner(params.tree, step, max_context=bound, capture=True)
+            for tokens in CAPTURED_PREFILL:
+                rows = np.full(CAPTURED_ENTRIES, scratch, np.int64)
+                ends = np.zeros(CAPTURED_ENTRIES + 1, np.int32)
+                ids, entry = np.zeros(tokens, np.int64), np.full(tokens, CAPTURED_ENTRIES, np.int64)
+                step = HostInputs(rows, np.zeros(CAPTURED_ENTRIES, bool), ends, ids, entry)
+                runner(params.tree, step, max_context=0, capture=True)
+
+
+def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of a tree of dicts, lists and tuples; a weight may be several, as quantised ones are."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    else:
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from tensors_of(part)
 
 
 def pad_to_power(tokens: np.ndarray) -> np.ndarray:

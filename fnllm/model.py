@@ -4,6 +4,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fnllm.context import Context
+from fnllm.decode_layer import attention_counters, decode_layer, fuses
 from fnllm.layers import add_norm
 
 
@@ -15,9 +16,13 @@ def forward(tree: dict, ctx: Context) -> Float[Tensor, "T H"]:
     """
     layers = ctx.layers
     x = layers.embed(tree["embed"], ctx.batch.token_ids, ctx)
-    residual = None
+    residual, counters = None, None
     for index, p in enumerate(tree["layers"]):
         at = ctx._replace(layer=index)
+        if fuses(p, x, at):
+            counters = attention_counters(at) if counters is None else counters
+            x, residual = decode_layer(p, x if residual is None else residual + x, counters, at), None
+            continue
         h, residual = tapped_add_norm(p["input_norm"], x, residual, "resid_pre", at)
         h = at.tap("attn_out", layers.attention(p, h, at))
         h, residual = tapped_add_norm(p["post_norm"], h, residual, "resid_mid", at)

@@ -20,6 +20,7 @@ from fnllm.tensor_parallel import TensorParallel
 from fnllm_kernels.attention import paged_attention
 from fnllm_kernels.invariant_linear import invariant_linear
 from fnllm_kernels.norm import rms_norm
+from fnllm_kernels.silu_mul import silu_mul
 
 NUMERICS = ("default", "batch_invariant")
 BACKEND = "triton_invariant"  # of paged attention; on a CPU its plain form
@@ -46,7 +47,7 @@ def exchanges_for(tp: TensorParallel, numerics: str) -> TensorParallel:
 
 @dataclass(frozen=True)
 class Ordered:
-    """A `TensorParallel` whose sums are added in rank order: an all-reduce may cut and order them by the batch's size."""
+    """A `TensorParallel` that adds sums in rank order: an all-reduce may cut and order them by the batch's size."""
 
     inner: TensorParallel
 
@@ -81,7 +82,8 @@ class Substitute(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple:
         with torch.enable_grad():
-            tensors = [t.detach().requires_grad_(needed) for t, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[2:])]
+            given = zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
+            tensors = [t.detach().requires_grad_(needed) for t, needed in given]
             y = ctx.smooth(*tensors)
         wanted = [t for t in tensors if t.requires_grad]
         found = iter(torch.autograd.grad(y, wanted, grad))
@@ -113,11 +115,20 @@ def activation(gate_up: Float[Tensor, "... two_I"], ctx: Context) -> Float[Tenso
 
     On a CPU the library's own takes the elements past the last full vector by another exponential.
     """
-    if gate_up.is_cuda:
-        return plain.activation(gate_up, ctx)
+    if gate_up.is_cuda:  # the kernel in generation and scoring alike
+
+        def value(x: Tensor) -> Tensor:
+            return silu_mul(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+        return Substitute.apply(value, usual_activation, gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
     return (wide / (1 + torch.exp(-wide))).to(gate.dtype) * up
+
+
+def usual_activation(gate_up: Float[Tensor, "... two_I"]) -> Float[Tensor, "... I"]:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def attend(

@@ -8,6 +8,8 @@ from fnllm.numerics import BACKEND, check_numerics
 from fnllm.sampling import named_options
 from fnllm_weights import ModelConfig
 
+SIZES = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "max_chunk")
+
 
 @named_options
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +30,7 @@ class EngineOptions:
     numerics: str = "default"  # batch_invariant: a request's bits do not depend on what runs beside it
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "max_chunk"):
+        for name in SIZES:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name} must be a positive integer or None, found {value!r}")
@@ -39,11 +41,13 @@ class EngineOptions:
         check_numerics(self.numerics)
         if self.numerics == "batch_invariant" and self.compile in ("inductor", "reduce-overhead"):
             raise ValueError(
-                f"numerics='batch_invariant' runs the functions as they are, with compile='none' or 'graphs': code that is "
-                f"fused anew for other sizes rounds otherwise; found compile={self.compile!r}"
+                "numerics='batch_invariant' runs the functions as they are, with compile='none' or 'graphs': code that "
+                f"is fused anew for other sizes rounds otherwise; found compile={self.compile!r}"
             )
         if self.numerics == "batch_invariant" and self.attention not in (None, BACKEND):
-            raise ValueError(f"numerics='batch_invariant' has an attention of its own; found attention={self.attention!r}")
+            raise ValueError(
+                f"numerics='batch_invariant' has an attention of its own; found attention={self.attention!r}"
+            )
 
 
 def resolve(options: EngineOptions, config: ModelConfig, on_gpu: bool) -> EngineOptions:

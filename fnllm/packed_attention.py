@@ -10,7 +10,7 @@ def packed_attention(
     q: Float[Tensor, "T N D"],
     k: Float[Tensor, "T K D"],
     v: Float[Tensor, "T K D"],
-    cu_seqlens: Int[Tensor, "B_plus_1"],
+    cu_seqlens: Int[Tensor, " B_plus_1"],
     max_seqlen: int,
     *,
     scale: float,
@@ -34,6 +34,12 @@ def packed_attention(
         distance = at[:, None] - at[None, :]
         mask = (distance >= 0) & (distance < window)
     out = F.scaled_dot_product_attention(
-        spread(q), spread(k), spread(v), attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        spread(q),
+        spread(k),
+        spread(v),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
     return out.transpose(1, 2).reshape(num_sequences * max_seqlen, *q.shape[1:])[padded]

@@ -85,8 +85,8 @@ def rope_tables(
 def apply_rope(
     x: Float[Tensor, "T N D"], cos: Float32[Tensor, "T half_D"], sin: Float32[Tensor, "T half_D"]
 ) -> Float[Tensor, "T N D"]:
-    """Rotate the pairs (i, i + D/2) of every head, in float32; the result has x's dtype."""
-    first, second = x.float().chunk(2, dim=-1)
+    """Rotate the pairs (i, i + D/2) of every head, in float32 or wider; the result has x's dtype."""
+    first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 

@@ -58,7 +58,7 @@ def score(
     max_batched_tokens: int = 16384,
     tp: TensorParallel | None = None,
 ) -> list[Any]:
-    """Log-probability of each token after the first, given those before it: a Float[Tensor, "len-1"] per sequence of ids.
+    """Log-probability of each token after the first, given those before it: a Float[Tensor, "len-1"] per sequence.
 
     From raw logits, without temperature or filters. Differentiable with respect to `params.tree`, and to the values of
     edits, in grad mode; `checkpoint` recomputes each sublayer in the backward pass instead of keeping its activations.
@@ -90,7 +90,7 @@ def prompt_logprobs(
     max_batched_tokens: int = 16384,
     tp: TensorParallel | None = None,
 ) -> list[tuple[TokenLogprob | None, ...]]:
-    """Each prompt token's log-probability and the `counts[i]` most likely ones at its place; None for the first token."""
+    """Each prompt token's log-probability and the `counts[i]` most likely ones at its place; None for the first."""
     results: list[tuple[TokenLogprob | None, ...]] = []
     nothing = [NOTHING] * len(prompts)
     with torch.no_grad():
@@ -233,7 +233,9 @@ def packed_tokens(tree: dict, one: Pass, count: int) -> Iterator[tuple[Tensor, T
     return by_head(tree, one.hidden, ctx, of_targets)
 
 
-def by_head(tree: dict, hidden: Float[Tensor, "T H"], ctx: Context, use: Callable[[Tensor, Tensor], Any]) -> Iterator[Any]:
+def by_head(
+    tree: dict, hidden: Float[Tensor, "T H"], ctx: Context, use: Callable[[Tensor, Tensor], Any]
+) -> Iterator[Any]:
     """`use(logits, next tokens)` over HEAD_ROWS rows at a time: logits of the whole batch never exist at once."""
     targets = ctx.batch.token_ids.roll(-1)
     quiet = ctx._replace(taps=ctx.taps._replace(capture=()))

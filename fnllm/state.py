@@ -6,6 +6,7 @@ from typing import Any
 
 from fnllm import scheduler
 from fnllm.prompts import check_ids
+from fnllm.sampler import child_seed
 from fnllm.scheduler import Request, SchedulerState
 
 
@@ -27,20 +28,28 @@ def add(state: State, request: Request) -> tuple[State, int]:
     return _with_id(state, scheduler.add(state.scheduler, request))
 
 
-def fork(state: State, seq_id: int) -> tuple[State, int]:
-    """A second sequence with the same tokens, sharing full blocks; returns its id."""
-    return _with_id(state, scheduler.fork(state.scheduler, seq_id))
+def fork(state: State, seq_id: int, *, seed: int | None = None) -> tuple[State, int]:
+    """A second sequence with the same tokens, sharing full blocks; returns its id.
+
+    A draw depends on seed, position and logits alone: without a seed of its own the fork goes on as its parent does.
+    """
+    planned, new_id = scheduler.fork(state.scheduler, seq_id)
+    if seed is not None:
+        sequence = planned.sequences[new_id]
+        request = replace(sequence.request, payload=sequence.request.payload._replace(seed=child_seed(seed, 0)))
+        planned = replace(planned, sequences=planned.sequences.set(new_id, replace(sequence, request=request)))
+    return replace(state, scheduler=planned), new_id
 
 
-def append(state: State, seq_id: int, tokens: Sequence[int]) -> State:
-    """Put tokens behind a sequence: all it has is then the prompt of a new turn, of as many new tokens as its first.
+def append(state: State, seq_id: int, tokens: Sequence[int] = (), *, max_tokens: int | None = None) -> State:
+    """Put tokens behind a sequence and let it go on, for `max_tokens` more (None: as its request says).
 
     Raises ValueError for ids outside the vocabulary, and for more tokens than can ever run.
     """
     tokens = tuple(tokens)
     if tokens and state.vocab_size is not None:
         tokens = check_ids("tokens", tokens, state.vocab_size)
-    return replace(state, scheduler=scheduler.append(state.scheduler, seq_id, tokens))
+    return replace(state, scheduler=scheduler.append(state.scheduler, seq_id, tokens, max_tokens))
 
 
 def truncate(state: State, seq_id: int, length: int) -> State:

@@ -132,7 +132,7 @@ def draw(
     """Sample each entry by its row's settings; the noise depends only on seed, position and token id."""
     return spec.layers.sample(
         logits,
-        take_rows(rows.sampler, inputs.row),
+        take_rows(rows.sampler, inputs.row, spec.features),
         positions,
         features=spec.features,
         history=take_history(rows.history, inputs.row) if looks_back(spec.features) else None,

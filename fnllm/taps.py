@@ -41,6 +41,11 @@ class Taps(NamedTuple):
     def wants(self, site: str) -> bool:
         return site in self.capture or any(channel.site == site for channel in self.edits)
 
+    def look_into(self, layer: int) -> bool:
+        """Whether any site of a decoder layer is captured or edited."""
+        sites = (*self.capture, *(channel.site for channel in self.edits))
+        return any(site.startswith(f"layers.{layer}.") for site in sites)
+
     def __call__(self, site: str, x: Tensor, ctx: "Context") -> Tensor:
         for channel, choice in zip(self.edits, self.choices, strict=True):
             if channel.site == site:

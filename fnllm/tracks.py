@@ -166,5 +166,6 @@ def token_logprob(step: StepEvents, entry: int, count: int) -> TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
     if count:
         assert results.top_ids is not None and results.top_logprobs is not None
-        top = tuple(zip(results.top_ids[entry, :count].tolist(), results.top_logprobs[entry, :count].tolist(), strict=True))
+        ids, logprobs = results.top_ids[entry, :count].tolist(), results.top_logprobs[entry, :count].tolist()
+        top = tuple(zip(ids, logprobs, strict=True))
     return TokenLogprob(int(results.ids[entry]), float(results.logprob[entry]), top)

@@ -1,7 +1,7 @@
 """A trial of swapped functions before they are compiled: what is wrong is said with the function's name.
 
-One eager step on padding, in which every swapped layer function and every edit is watched. It runs once for each variant
-of the layers, so steps themselves carry no checks.
+One eager step on padding, in which every swapped layer function and every edit is watched. It runs once for each
+variant of the layers, so steps themselves carry no checks.
 """
 
 import functools

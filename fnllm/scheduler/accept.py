@@ -10,7 +10,7 @@ from .lifecycle import end
 from .pool import publish
 from .request import Sequence, cut_tokens, known, root
 from .residency import store
-from .state import Events, Finished, Plan, SchedulerState, read_only, shares, update_rows
+from .state import STOP_BITS, Events, Finished, Plan, SchedulerState, read_only, shares, update_rows
 
 
 def commit(state: SchedulerState, plan: Plan, tokens: Integer[np.ndarray, " B"]) -> tuple[SchedulerState, Events]:
@@ -20,34 +20,38 @@ def commit(state: SchedulerState, plan: Plan, tokens: Integer[np.ndarray, " B"])
     preempted ones are kept. Raises ValueError unless plans come in their order with a token for each entry.
     """
     tokens = _checked(state, plan, tokens)
-    rows, roster, ends = state.rows, state.roster, plan.starts + plan.query_lens
+    rows, roster, ends, size = state.rows, state.roster, plan.starts + plan.query_lens, state.config.block_size
+    # A token that may stop a sequence; the few that come through are looked at one by one.
+    stopping = rows.stops[tokens & STOP_BITS]
     if roster is not None and plan.rows is roster.rows:
         # Only decode entries, and no row has changed hands since the plan: nothing has to be looked up.
         here = accepted = None
-        row, at, new = plan.rows, ends, tokens
-        ending = _stopping(tokens, rows.stop_ids)
-        if plan.step + 1 >= roster.until:
-            ending |= ends + 1 >= rows.limit[row]
+        row, tails, at, new = roster.index, roster.tails, ends, tokens
+        places = at % size
+        crossing = (places == 0).nonzero()[0]
+        ending = stopping if plan.step + 1 < roster.until else stopping | (ends + 1 >= rows.limit[row])
     else:
         # The row of an entry may belong to another sequence by now, or to the same one after a new start.
         here = (rows.seq_id[plan.rows] == plan.seq_ids) & (rows.joined[plan.rows] <= plan.step)
         accepted = here & plan.samples
         row, at, new = plan.rows[accepted], ends[accepted], tokens[accepted]
-        ending = here & (ends + plan.samples >= rows.limit[plan.rows]) | accepted & _stopping(tokens, rows.stop_ids)
-    changes, columns = _fill_blocks(state, plan, ends, here)
+        tails, places = row.astype(np.intp) * size, at % size
+        crossing = (here & (ends // size > rows.filled[plan.rows])).nonzero()[0]
+        ending = here & (ends + plan.samples >= rows.limit[plan.rows]) | accepted & stopping
+    changes, columns = _fill_blocks(state, plan, ends, crossing) if crossing.size else ({}, {})
     tail, length = rows.tail.copy(), rows.known.copy()
-    tail[row, at % state.config.block_size] = new
+    tail.reshape(-1)[tails + places] = new
     length[row] = at + 1
     rows = update_rows(rows, tail=tail, known=length, **columns)
-    counters = state.counters._replace(accepted_tokens=state.counters.accepted_tokens + len(new))
+    counters = evolve(state.counters, accepted_tokens=state.counters.accepted_tokens + len(new))
     state = evolve(state, rows=rows, next_commit=plan.step + 1, counters=counters, **changes)
     finished: list[Finished] = []
     entries = ending.nonzero()[0]
     if entries.size:
         state, finished = _finish(state, plan, tokens, entries)
     if here is not None and not here.all():
-        state, late = _accept_late(state, plan, tokens, plan.samples & ~here, accepted)
-        finished += late
+        state, late, ended = _accept_late(state, plan, tokens, plan.samples & ~here)
+        accepted, finished = accepted | late, finished + ended
     events = Events(
         step=plan.step,
         seq_ids=plan.seq_ids if accepted is None else read_only(plan.seq_ids[accepted]),
@@ -71,24 +75,14 @@ def _checked(state: SchedulerState, plan: Plan, tokens: Integer[np.ndarray, " B"
     return read_only(tokens.astype(np.int32))
 
 
-def _stopping(tokens: Int32[np.ndarray, " B"], ids: Int32[np.ndarray, " K"]) -> Bool[np.ndarray, " B"]:
-    """Where a token is one of the sorted `ids`, the last of which is no token."""
-    return ids[ids.searchsorted(tokens)] == tokens
-
-
 def _fill_blocks(
-    state: SchedulerState, plan: Plan, ends: Int32[np.ndarray, " B"], here: Bool[np.ndarray, " B"] | None
+    state: SchedulerState, plan: Plan, ends: Int32[np.ndarray, " B"], crossing: Integer[np.ndarray, " E"]
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Moves the tokens of each block that the step has filled into its sequence and publishes the block.
 
-    Returns the changed fields of the state and of its rows. `here` is None if all entries still have their rows.
+    Returns the changed fields of the state and of its rows, for the entries `crossing`.
     """
-    full = ends // state.config.block_size
-    crossed = full > state.rows.filled[plan.rows]
-    crossing = (crossed if here is None else crossed & here).nonzero()[0]
-    if not crossing.size:
-        return {}, {}
-    taken, last_blocks = plan.rows[crossing], full[crossing]
+    taken, last_blocks = plan.rows[crossing], ends[crossing] // state.config.block_size
     filled = state.rows.filled.copy()
     filled[taken] = last_blocks
     first_blocks = state.rows.filled[taken].tolist()
@@ -142,10 +136,9 @@ def _accept_late(
     plan: Plan,
     tokens: Int32[np.ndarray, " B"],
     gone: Bool[np.ndarray, " B"],
-    accepted: Bool[np.ndarray, " B"],
-) -> tuple[SchedulerState, list[Finished]]:
-    """Accepts the tokens of sequences that lost their row after the plan and wait for them; marks those accepted."""
-    finished = []
+) -> tuple[SchedulerState, Bool[np.ndarray, " B"], list[Finished]]:
+    """Accepts the tokens of sequences that lost their row after the plan and wait for them, and says which."""
+    finished, accepted = [], np.zeros_like(gone)
     for entry in gone.nonzero()[0].tolist():
         seq_id, token = int(plan.seq_ids[entry]), int(tokens[entry])
         sequence: Sequence | None = state.sequences.get(seq_id)
@@ -155,10 +148,10 @@ def _accept_late(
         blocks, tail = cut_tokens(sequence.tail + np.int32(token).tobytes(), state.config.block_size)
         sequence = evolve(sequence, blocks=sequence.blocks + blocks, tail=tail, pending=sequence.pending - 1)
         state = store(state, seq_id, sequence)
-        counters = state.counters._replace(accepted_tokens=state.counters.accepted_tokens + 1)
+        counters = evolve(state.counters, accepted_tokens=state.counters.accepted_tokens + 1)
         state = evolve(state, counters=counters)
         ending = _ending(sequence, known(sequence), token)
         if ending is not None:
             state = end(state, {seq_id: ending[0]})
             finished.append(Finished(seq_id, *ending))
-    return state, finished
+    return state, accepted, finished

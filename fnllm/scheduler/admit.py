@@ -10,7 +10,7 @@ from .line import iterate, remove
 from .pool import Entry, Key, announce, hold, idle, match, take
 from .request import Sequence, known, root
 from .residency import reclaim_newest
-from .state import EMPTY, SchedulerState, shares, update_rows
+from .state import EMPTY, STOP_BITS, SchedulerState, shares, update_rows
 
 
 class Entrant(NamedTuple):
@@ -161,10 +161,15 @@ def _seat(state: SchedulerState, entrants: list[Entrant]) -> SchedulerState:
     for row, sequence in zip(taken, sequences, strict=True):
         tail = np.frombuffer(sequence.tail, np.int32)
         changed["tail"][row, : len(tail)] = tail
-    # Stop ids only ever join while anything runs; with nothing else running the set starts anew.
-    stop_ids = rows.stop_ids if state.running > len(entrants) else rows.stop_ids[-1:]
-    wanted = np.array(sorted(set().union(*(sequence.request.stop_token_ids for sequence in sequences))), np.int32)
-    if not np.isin(wanted, stop_ids).all():
-        stop_ids = np.union1d(stop_ids, wanted)
+    stops = rows.stops
+    if not all(stops[_stop_bits(sequence)].all() for sequence in sequences):
+        # Made anew from all that run, so that it does not fill up over time.
+        stops = np.zeros_like(stops)
+        for seq_id in changed["seq_id"][changed["seq_id"] != EMPTY].tolist():
+            stops[_stop_bits(state.sequences[seq_id])] = True
     prefilling = tuple(sorted((*state.prefilling, *columns["seq_id"])))
-    return evolve(state, rows=update_rows(rows, stop_ids=stop_ids, **changed), prefilling=prefilling)
+    return evolve(state, rows=update_rows(rows, stops=stops, **changed), prefilling=prefilling)
+
+
+def _stop_bits(sequence: Sequence) -> list[int]:
+    return [token & STOP_BITS for token in sequence.request.stop_token_ids]

@@ -13,17 +13,18 @@ def is_int(value: Any) -> bool:
 def pack_tokens(tokens: Iterable[int], name: str) -> bytes:
     """Token ids as packed int32, the form in which sequences and the prefix map hold them.
 
-    Raises ValueError or TypeError naming the first id that is not an integer in [0, 2**31 - 1).
+    Raises ValueError or TypeError naming the first id that is not an integer in [0, 2**31).
     """
     tokens = tuple(tokens)
     try:
         packed = array("i", tokens)
+        if not packed or min(packed) >= 0:
+            return packed.tobytes()
     except (TypeError, OverflowError):
-        packed = None
-    if packed is None or (packed and (min(packed) < 0 or max(packed) == 2**31 - 1)):
-        for index, token in enumerate(tokens):
-            if not hasattr(token, "__index__"):
-                raise TypeError(f"{name}[{index}]={token!r} is not an integer token id")
-            if not 0 <= token < 2**31 - 1:
-                raise ValueError(f"{name}[{index}]={token} is not a token id: ids are in [0, 2**31 - 1)")
-    return packed.tobytes()
+        pass  # found below, where it can be named
+    for index, token in enumerate(tokens):
+        if not hasattr(token, "__index__"):
+            raise TypeError(f"{name}[{index}]={token!r} is not an integer token id")
+        if not 0 <= token < 2**31:
+            raise ValueError(f"{name}[{index}]={token} is not a token id: ids are in [0, 2**31)")
+    raise TypeError(f"{name} is not a series of integer token ids")

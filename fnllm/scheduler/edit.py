@@ -20,7 +20,8 @@ def fork(state: SchedulerState, seq_id: int) -> tuple[SchedulerState, int]:
 
     Full blocks are shared by reference and the last, partial one is copied by the next plan (computed again if no
     block is idle). The last known token is computed anew, for the fork samples its own successor. The fork goes to the
-    front of the waiting line; the fork of a sequence that has ended and was kept is such a one itself, see `append`.
+    front of the waiting line, or to its end if the sequence has not run yet. The fork of a sequence that has ended and
+    was kept is such a one itself; `append` continues it.
     """
     sequence, new_id = find(state, seq_id), state.next_id
     state = evolve(state, next_id=new_id + 1)
@@ -33,7 +34,9 @@ def fork(state: SchedulerState, seq_id: int) -> tuple[SchedulerState, int]:
     state = evolve(state, pool=hold(state.pool, table))
     state, sequence = cut_back(state, evolve(sequence, table=table), computed)
     state = store(state, new_id, sequence)
-    return (queue(state, new_id, front=True) if sequence.reason is None else state), new_id
+    if sequence.reason is None:
+        state = queue(state, new_id, front=sequence.admitted)
+    return state, new_id
 
 
 def truncate(state: SchedulerState, seq_id: int, length: int) -> SchedulerState:

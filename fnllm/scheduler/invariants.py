@@ -1,6 +1,7 @@
 """`check`: every invariant of a state, written as plainly as possible and apart from the code that keeps them."""
 
 from collections import Counter
+from typing import Any
 
 from .config import blocks_for, length_limit, max_running
 from .line import iterate
@@ -94,11 +95,11 @@ def _check_prefixes(state: SchedulerState) -> None:
 
 def _check_numbers(state: SchedulerState) -> None:
     """A number stands for one content: the root and all tokens up to the end of a block."""
-    contents: dict[tuple, int] = {}  # (parent's content, tokens) -> content
+    contents: dict[Any, int] = {}  # (parent's content, tokens) -> content
     of_number: dict[int, int] = {}
     of_block: dict[int, int] = {}
     for seq_id, sequence in state.sequences.items():
-        content: tuple | int = root(sequence)
+        content: Any = root(sequence)
         for index, number in enumerate(sequence.numbers):
             content = contents.setdefault((content, sequence.blocks[index]), len(contents))
             assert of_number.setdefault(number, content) == content, f"number {number} stands for two prefixes"

@@ -48,7 +48,7 @@ def end(state: SchedulerState, reasons: Mapping[int, str]) -> SchedulerState:
             )
         else:
             del sequences[seq_id]
-    counters = state.counters._replace(finished=state.counters.finished + len(reasons))
+    counters = evolve(state.counters, finished=state.counters.finished + len(reasons))
     return evolve(
         state,
         sequences=sequences.finish(),

@@ -1,6 +1,6 @@
 """`schedule`: which tokens of which sequences the next step computes."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
@@ -79,6 +79,7 @@ def _make_roster(rows: Rows, step: int) -> Roster:
     contiguous = count > 0 and taken[0] == 0 and taken[-1] == count - 1
     return Roster(
         index=slice(0, count) if contiguous else taken,
+        tails=taken.astype(np.intp) * rows.tail.shape[1],
         rows=read_only(taken),
         seq_ids=read_only(rows.seq_id[taken]),
         query_lens=read_only(np.ones(count, np.int32)),
@@ -116,7 +117,8 @@ def _issue(
     rows, roster = state.rows, work.roster
     computed = rows.computed.copy()
     computed[roster.index] += 1
-    columns, changes = {"computed": computed}, {"roster": roster}
+    columns: dict[str, np.ndarray] = {"computed": computed}
+    changes: dict[str, Any] = {"roster": roster}
     taken, seq_ids, starts, lens, samples = roster.rows, roster.seq_ids, work.starts, roster.query_lens, roster.samples
     tokens = NONE
     if prefill:
@@ -133,6 +135,8 @@ def _issue(
         done = set(rows.seq_id[row[ends == known]].tolist())
         changes["prefilling"] = tuple(seq_id for seq_id in state.prefilling if seq_id not in done)
         changes["roster"] = None if sampling.any() else roster
+    updated, at, blocks = _columns(updates, 3)
+    sources, targets = _columns(state.copies, 2)
     plan = Plan(
         step=state.next_step,
         rows=read_only(taken),
@@ -143,11 +147,12 @@ def _issue(
         prefill_tokens=tokens,
         samples=read_only(samples),
         joins=tuple(_join(state, entrant) for entrant in entrants),
-        table_updates=_columns(updates, 3),
-        copies=_columns(state.copies, 2),
+        table_updates=(updated, at, blocks),
+        copies=(sources, targets),
     )
     counters = state.counters
-    counters = counters._replace(
+    counters = evolve(
+        counters,
         prefill_tokens=counters.prefill_tokens + len(tokens),
         decode_tokens=counters.decode_tokens + len(work.starts),
         cached_tokens=counters.cached_tokens + sum(entrant.cached for entrant in entrants),

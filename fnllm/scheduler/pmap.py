@@ -6,12 +6,12 @@ of 64 branches lead to 4096 small dicts, chosen by the key's hash; a change copi
 """
 
 from collections.abc import Hashable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 try:
-    from immutables import Map
+    import immutables
 except ImportError:
-    Map = None
+    immutables = None
 
 BITS = 6
 MASK = (1 << BITS) - 1
@@ -133,5 +133,7 @@ class Draft:
         return PlainMap(tuple(root), self._count)
 
 
-if Map is None:
-    Map = PlainMap
+if TYPE_CHECKING:
+    Map: TypeAlias = PlainMap
+else:
+    Map = PlainMap if immutables is None else immutables.Map

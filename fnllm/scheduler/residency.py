@@ -139,7 +139,7 @@ def preempt(state: SchedulerState, seq_id: int) -> SchedulerState:
     if running:
         state = leave(state, [seq_id])
         sequence = state.sequences[seq_id]
-        counters = state.counters._replace(preemptions=state.counters.preemptions + 1)
+        counters = evolve(state.counters, preemptions=state.counters.preemptions + 1)
         state = queue(evolve(state, counters=counters), seq_id, front=True)
     if sequence.table:
         state, sequence = cut_back(state, sequence, 0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Int, Int32
 
 from .config import SchedulerConfig
 from .evolve import evolve
@@ -17,7 +17,7 @@ from .pool import Pool
 from .request import Sequence
 
 EMPTY = -1
-NO_TOKEN = 2**31 - 1
+STOP_BITS = 0xFFFF
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Rows:
     joined: Int32[np.ndarray, " R"]  # the plan in which the sequence got the row
     decoding: Bool[np.ndarray, " R"]  # its prompt is done: its next input token is one that the device sampled
     tail: Int32[np.ndarray, "R S"]  # the known tokens after those in the sequence's full blocks
-    stop_ids: Int32[np.ndarray, " K"]  # sorted; at least the stop ids of everything that runs, and NO_TOKEN at the end
+    stops: Bool[np.ndarray, " 65536"]  # whether a token with these last 16 bits may be a stop id of one of them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +46,7 @@ class Roster:
     """
 
     index: slice | Int32[np.ndarray, " D"]  # the rows in the form that indexes fastest
+    tails: Int[np.ndarray, " D"]  # where each row begins in the flattened `Rows.tail`
     rows: Int32[np.ndarray, " D"]
     seq_ids: Int32[np.ndarray, " D"]
     query_lens: Int32[np.ndarray, " D"]  # ones
@@ -110,7 +111,8 @@ class Events:
     cached: tuple[tuple[int, int], ...]
 
 
-class Counters(NamedTuple):
+@dataclass(frozen=True)
+class Counters:
     """Totals since `init`."""
 
     prefill_tokens: int = 0  # computed from prompts, and again after preemptions
@@ -143,7 +145,7 @@ class SchedulerState:
 
 def read_only(array: np.ndarray) -> np.ndarray:
     """The same array, closed to writing."""
-    array.flags.writeable = False
+    array.setflags(write=False)
     return array
 
 
@@ -163,7 +165,7 @@ def init(config: SchedulerConfig) -> SchedulerState:
         joined=column(),
         decoding=read_only(np.zeros(rows, bool)),
         tail=read_only(np.zeros((rows, size), np.int32)),
-        stop_ids=read_only(np.array([NO_TOKEN], np.int32)),
+        stops=read_only(np.zeros(STOP_BITS + 1, bool)),
     )
     return SchedulerState(config, Map(), Line(), Map(), empty, Pool(config.num_blocks))
 
@@ -176,7 +178,7 @@ def in_flight(rows: Rows, row: int) -> int:
 def update_rows(rows: Rows, **columns: np.ndarray) -> Rows:
     """Rows with other columns, closed to writing."""
     for column in columns.values():
-        column.flags.writeable = False
+        column.setflags(write=False)
     return evolve(rows, **columns)
 
 

@@ -12,7 +12,7 @@ from .attention_triton_decode import decode_attention, decode_plan, decode_tilin
 from .attention_triton_prefill import prefill_attention, prefill_tiling
 
 _DIRECT_PROGRAMS = 1024  # from so many (sequence, KV head) pairs on, short contexts fill the machine without a plan
-_DIRECT_CONTEXT = 2048  # the longest context for which one program per pair ends with the others
+_DIRECT_CONTEXT = 4096  # the longest context for which one program per pair ends with the others
 _INVARIANT_ROWS = 64  # rows of the batch-invariant form's tile: for prefill at some rate, for decode at some waste
 
 

@@ -178,8 +178,8 @@ def decode_attention(
     """Attention of one new token per sequence; writes its key and value to `slots` of the caches (-1: to none).
 
     context_lens counts the new token; a sequence of length 0 is padding and gives zeros. counters: int32 zeros, one for
-    each row and KV head, zeros again afterwards, so that one tensor serves every layer. Raises ValueError for heads that
-    do not divide or too few counters.
+    each row and KV head, zeros again afterwards, so that one tensor serves every layer. Raises ValueError for heads
+    that do not divide or too few counters.
     """
     kv_heads = k_cache.shape[2]
     if num_heads % kv_heads:

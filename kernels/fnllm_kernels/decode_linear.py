@@ -50,19 +50,31 @@ class DotTiles(NamedTuple):
 
 
 def row_tiles(rows: int, outputs: int, width: int, gated: bool) -> Tiles:
-    """Tiles for 1 to 4 rows: all of a warp's weights in registers where they fit, else pieces of 4 KB a lane group."""
+    """Tiles for one or two rows, the fastest of a sweep on an H200 (benchmarks/results/decode_kernels.json).
+
+    A warp that reads four rows of w at once has enough bytes on the way; where w has few rows, more warps with one or
+    two rows each fill the machine instead.
+    """
     pairs = min(128, triton.next_power_of_2(width // 2))
     whole = triton.cdiv(width // 2, pairs)
-    per_warp = 1 if gated or whole > 6 or outputs < 4096 else 2
-    weight_rows = 2 * per_warp if gated else per_warp
-    chunks = whole if whole * weight_rows <= 16 else max(1, 16 // weight_rows)
+    if outputs > 4096 or (outputs == 4096 and whole <= 4) or gated:
+        per_warp, chunks = 2 if gated or rows > 1 else 4, 4
+    elif whole % 8 == 0:
+        per_warp, chunks = 2, 8
+    else:
+        per_warp, chunks = 1, 12
     return Tiles(4, per_warp, pairs, min(chunks, whole))
 
 
 def dot_tiles(rows: int, outputs: int, width: int, gated: bool) -> DotTiles:
-    """Tiles for 5 to 16 rows: about two programs a multiprocessor."""
-    per_program = 8 if outputs <= 1024 else 16
-    return DotTiles(per_program, 4, min(256, triton.next_power_of_2(triton.cdiv(width, 4))), 4)
+    """Tiles for up to 16 rows on the tensor cores, from the same sweep: about two programs a multiprocessor."""
+    block = min(256 if width < 4096 else 128, triton.next_power_of_2(triton.cdiv(width, 4)))
+    return DotTiles(8 if outputs <= 1024 else 16, 4, block, 4)
+
+
+def prefers_rows(rows: int, outputs: int, width: int) -> bool:
+    """Whether the kernel of fused multiply-adds beats the one on the tensor cores: one row, or two of a small w."""
+    return rows == 1 or (rows == 2 and outputs * width <= 4096 * 1024)
 
 
 if triton is not None:
@@ -154,7 +166,7 @@ if triton is not None:
                     sums, ups, bias, up_bias, residual, row, t, y_ptr, outputs, R, PAIRS, GATED, HAS_RESIDUAL
                 )
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["rows"])
     def dot_kernel(
         x_ptr, norm_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, eps, outputs, rows,
         H: tl.constexpr, T: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, OUT: tl.constexpr,
@@ -250,7 +262,7 @@ def launch_linear(x, w, *, bias=None, residual=None, norm=None, eps=0.0, gated=F
     outputs = w.shape[0] // 2 if gated else w.shape[0]
     x, y = x.contiguous(), x.new_empty(rows, outputs)
     if tiles is None:
-        tiles = (row_tiles if rows <= 4 else dot_tiles)(rows, outputs, width, gated)
+        tiles = (row_tiles if prefers_rows(rows, outputs, width) else dot_tiles)(rows, outputs, width, gated)
     pdl = dependent_launch(x.device)
     flags = dict(
         GATED=gated, NORM=norm is not None, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,

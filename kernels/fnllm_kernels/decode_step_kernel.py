@@ -1,8 +1,8 @@
 """The Triton kernel behind `decode_step`: every layer of one token's forward pass in one launch.
 
-Programs stay for the whole step, one to a multiprocessor. Each layer is five phases with a grid-wide barrier after each:
-norm and qkv; attention; o and residual; norm, gate_up and SiLU * up; down and residual. A phase's first weights, or its
-first keys, are asked for before the barrier that it waits at, so that memory works on while the programs wait.
+Programs stay for the whole step, one to a multiprocessor. Each layer is five phases with a grid-wide barrier after
+each: norm and qkv; attention; o and residual; norm, gate_up and SiLU * up; down and residual. A phase's first weights,
+or its first keys, are asked for before the barrier that it waits at, so that memory works on while the programs wait.
 PHASES is a mask of the phases to run: with all set and BARRIER the kernel does the whole step; one phase at a time, it
 is an ordinary kernel for a launch of its own, with no barrier.
 """

@@ -28,8 +28,8 @@ def invariant_linear(x: Float[Tensor, "T I"], weight: Float[Tensor, "O I"]) -> F
     """
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or x.dtype != weight.dtype:
         raise ValueError(
-            f"invariant_linear: x is {tuple(x.shape)} {x.dtype}, weight {tuple(weight.shape)} {weight.dtype}; they must be "
-            "[T, I] and [O, I] of one dtype"
+            f"invariant_linear: x is {tuple(x.shape)} {x.dtype}, weight {tuple(weight.shape)} {weight.dtype}; "
+            "they must be [T, I] and [O, I] of one dtype"
         )
     return _invariant_linear_op(x, weight)
 

@@ -1,12 +1,13 @@
 """Drawing a token without writing scores: Gumbel noise and argmax in one pass over the logits, or inside the head itself.
 
-Two ops, which give packed keys (`order_keys.pack` of the best score and its id) so that ranks exchange one integer a row:
+Two ops, which give packed keys (`order_keys.pack` of the best score and its id) so that ranks exchange one integer a
+row:
 
 - `fnllm::sample_logits` reads logits [B, V] once; any kernel may have made them.
 - `fnllm::sample_head` multiplies the hidden states by the head and keeps each tile's logits in registers.
 
-Both draw argmax(logits + temperature * noise) with the noise of `noise.py`; a row of temperature 0 skips the noise. Tiles
-of the vocabulary meet in an atomic maximum, which is exact in any order.
+Both draw argmax(logits + temperature * noise) with the noise of `noise.py`; a row of temperature 0 skips the noise.
+Tiles of the vocabulary meet in an atomic maximum, which is exact in any order.
 """
 
 import torch

@@ -13,6 +13,7 @@ from torch import Tensor
 from fnllm_kernels.decode_tiles import triton
 
 MAX_ROWS = 16
+LARGE_WEIGHT = 1 << 25  # numbers
 
 
 def check_linear(x, w, *, bias=None, residual=None, norm=None, gated=False) -> None:
@@ -48,9 +49,14 @@ def linear_reference(x, w, *, bias=None, residual=None, norm=None, eps=0.0, gate
 
 
 def takes(x, w) -> bool:
-    """Whether the Triton kernels take these operands: at most 16 rows of bf16 on a GPU, of a length that 8 divides."""
-    fits = x.dtype == w.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and x.shape[0] <= MAX_ROWS
-    return fits and x.is_cuda and w.is_contiguous() and triton is not None
+    """Whether to use the Triton kernels: bf16 on a GPU, rows of a length that 8 divides, and where they are the faster.
+
+    For more than one row of x cuBLAS reads a large w as fast (benchmarks/results/decode_kernels.json).
+    """
+    rows, size = x.shape[0], w.numel()
+    if not (x.is_cuda and triton is not None and x.dtype == w.dtype == torch.bfloat16 and w.is_contiguous()):
+        return False
+    return x.shape[1] % 8 == 0 and (rows == 1 or (rows <= MAX_ROWS and size <= LARGE_WEIGHT))
 
 
 def _linear(x, w, bias, residual, norm, eps, gated) -> Tensor:

@@ -185,8 +185,8 @@ if triton is not None:
         passes = tl.arange(0, BITS // DIGIT)[:, None]
         slots = tl.arange(0, 1 << DIGIT)[None, :]
         place = measures + (passes * rows + row) * (1 << DIGIT) + slots
-        # Measures of this pass are being added to meanwhile: they must not be read. Zero is below every target and, like
-        # the last slot, which is no probe, above no other measure.
+        # Measures of this pass are being added to meanwhile: they must not be read. Zero is below every target and,
+        # like the last slot, which is no probe, above no other measure.
         measure = tl.load(place, mask=(passes < done) & (slots >= 0), other=0)
         reached = measure >= tl.load(target + row)
         digits = tl.sum(reached.to(tl.int64), 1)

@@ -129,11 +129,13 @@ def _axes(path: Path) -> str:
     return hints[str(path[-1])].dim_str
 
 
-DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")
+}  # float64 for checks of gradients
 
 
 def as_dtype(value: str | torch.dtype) -> torch.dtype:
-    """float32, float16 or bfloat16 by name or as a torch.dtype; ValueError for anything else."""
+    """float32, float16, bfloat16 or float64 by name or as a torch.dtype; ValueError for anything else."""
     dtype = DTYPES.get(value.removeprefix("torch.")) if isinstance(value, str) else value
     if dtype is None or dtype not in DTYPES.values():
         raise ValueError(f"dtype={value!r} is not supported; use one of {', '.join(DTYPES)}")

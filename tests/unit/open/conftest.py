@@ -3,9 +3,10 @@
 import functools
 from pathlib import Path
 
-import fnllm
 import pytest
 import torch
+
+import fnllm
 
 ORACLE = Path(__file__).parents[2] / "oracle"
 
@@ -40,7 +41,7 @@ def reference():
     @functools.cache
     def load(name: str, dtype: torch.dtype = torch.float32):
         return transformers.AutoModelForCausalLM.from_pretrained(
-            ORACLE / name, dtype=dtype, attn_implementation="eager"
+            ORACLE / name, dtype=dtype, attn_implementation="sdpa"
         ).eval()
 
     return load

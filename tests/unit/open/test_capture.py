@@ -1,9 +1,10 @@
 """Captured activations: equal to transformers' and to a plain forward, in every way of running; bounded and said before."""
 
-import fnllm
 import numpy as np
 import pytest
 import torch
+
+import fnllm
 from fnllm.capture import Capture, wanted
 
 GREEDY = fnllm.Sampling(temperature=0, max_tokens=6, ignore_eos=True)

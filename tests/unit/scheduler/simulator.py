@@ -135,6 +135,7 @@ class Engine:
         self.state, plan = scheduler.schedule(self.state)
         if plan is not None:
             still = {seq_id for seq_id in able if self.state.sequences[seq_id].row >= 0}
+            still -= {join.seq_id for join in plan.joins}  # preempted, and back at once thanks to the prefix cache
             assert still <= set(plan.seq_ids[: plan.num_decode].tolist()), "a running sequence got no token"
             self.plans.append(plan)
             self.flight.append((plan, self.device.run(plan, self.weights)))

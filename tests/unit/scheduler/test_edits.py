@@ -98,7 +98,7 @@ def test_truncate_below_the_prompt_shortens_it():
 
 
 @pytest.mark.parametrize("length", [0, -1, 7, 2.0, True])
-def test_truncate_checks_the_length(length):
+def test_truncate_checks_the_length(length, unchecked):
     engine, seq_id = started()
     with pytest.raises(ValueError, match=r"length=.* \[1, 6\], the known tokens of seq_id=0"):
         scheduler.truncate(engine.state, seq_id, length)
@@ -126,7 +126,7 @@ def test_append_to_a_kept_sequence_finds_its_own_blocks():
     assert len(engine.expected[seq_id]) == 18
 
 
-def test_append_checks_what_can_fit():
+def test_append_checks_what_can_fit(unchecked):
     engine, seq_id = started(length=16, most=4, steps=9)
     with pytest.raises(ValueError, match=r"17 tokens and could never run: at most 16 tokens"):
         scheduler.append(engine.state, seq_id, [1] * 10)
@@ -288,7 +288,7 @@ def test_check_finds_a_broken_state():
             scheduler.check(wrong)
 
 
-def test_request_copies_its_prompt():
+def test_request_copies_its_prompt(unchecked):
     prompt = [1, 2, 3]
     request = Request(prompt, 4)
     prompt[0] = 9

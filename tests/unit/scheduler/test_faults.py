@@ -164,7 +164,7 @@ def test_fault_16_equal_prompts_of_one_call_share(count, depth):
     assert len({tuple(engine.expected[seq_id]) for seq_id in ids}) == 1
 
 
-def test_fault_17_counts_are_validated_and_zero_is_allowed():
+def test_fault_17_counts_are_validated_and_zero_is_allowed(unchecked):
     for wrong, error in ((-2, ValueError), (2.5, TypeError), (True, TypeError), (None, TypeError)):
         for field in ("max_tokens", "min_tokens"):
             with pytest.raises(error, match=f"{field}={wrong}"):
@@ -251,7 +251,7 @@ def test_fault_28_a_plan_says_what_is_decoded():
 
 
 @pytest.mark.parametrize("wrong, error", [(-1, ValueError), (2**40, ValueError), (1.5, TypeError), ("a", TypeError)])
-def test_fault_31_ids_that_are_none_are_named(wrong, error):
+def test_fault_31_ids_that_are_none_are_named(wrong, error, unchecked):
     with pytest.raises(error, match=r"prompt\[1\]"):
         Request((3, wrong), 4)
 

@@ -199,8 +199,14 @@ def test_commits_out_of_turn_or_of_other_shape_are_refused():
         scheduler.commit(state, second, np.array([1]))
     with pytest.raises(ValueError, match=r"shape \(2,\).* an integer for each of its 1 entries"):
         scheduler.commit(state, first, np.array([1, 2]))
+
+
+def test_tokens_that_are_no_integers_are_refused(unchecked):
+    state = scheduler.init(SchedulerConfig(8, 4, 4, 64, 64))
+    state, _ = scheduler.add(state, Request((1,), 9))
+    state, plan = scheduler.schedule(state)
     with pytest.raises(ValueError, match="dtype float64"):
-        scheduler.commit(state, first, np.array([1.0]))
+        scheduler.commit(state, plan, np.array([1.0]))
 
 
 SIZES = dict(num_blocks=4, block_size=4, max_num_seqs=4, max_num_batched_tokens=8, max_model_len=16)
@@ -208,7 +214,7 @@ SIZES = dict(num_blocks=4, block_size=4, max_num_seqs=4, max_num_batched_tokens=
 
 @pytest.mark.parametrize("field", SIZES)
 @pytest.mark.parametrize("value", [0, -3, 2.5, True])
-def test_sizes_are_validated(field, value):
+def test_sizes_are_validated(field, value, unchecked):
     with pytest.raises(ValueError, match=f"{field}={value}"):
         SchedulerConfig(**{**SIZES, field: value})
 
@@ -251,12 +257,12 @@ def drain(state: scheduler.SchedulerState) -> None:
         state, _ = scheduler.commit(state, plan, np.zeros(len(plan.rows), np.int32))
 
 
-def test_a_long_queue_costs_linear_time():
+def test_a_long_queue_costs_linear_time(unchecked):
     short, long = (count_calls(lambda count=count: drain(queued(count))) for count in (500, 2000))
     assert long < 4.2 * short
 
 
-def test_a_queue_of_equal_prompts_costs_linear_time():
+def test_a_queue_of_equal_prompts_costs_linear_time(unchecked):
     def run(count):
         state = scheduler.init(SchedulerConfig(4000, 4, 16, 8, 64))
         for _ in range(count):
@@ -283,7 +289,30 @@ def decode_calls(running: int, waiting: int) -> int:
     return count_calls(step)
 
 
-def test_a_decode_step_costs_the_same_for_any_number_of_sequences():
+def test_a_decode_step_costs_the_same_for_any_number_of_sequences(unchecked):
     few = decode_calls(running=8, waiting=0)
     assert decode_calls(running=300, waiting=0) == few
     assert decode_calls(running=8, waiting=2000) <= few + 10
+
+
+def test_the_watched_stop_ids_are_those_of_running_requests():
+    state = scheduler.init(SchedulerConfig(8, 4, 2, 64, 64))
+    for stop in range(20):
+        state, _ = scheduler.add(state, Request((1,), 1 + stop % 3, stop_token_ids=frozenset([stop, 40])))
+    while scheduler.metrics(state).running or len(state.waiting):
+        state, plan = scheduler.schedule(state)
+        watched = set(state.rows.stops.nonzero()[0].tolist())
+        running = [state.sequences[int(seq_id)] for seq_id in state.rows.seq_id if seq_id >= 0]
+        assert set().union(*(sequence.request.stop_token_ids for sequence in running)) <= watched
+        assert len(watched) <= 4
+        state, _ = scheduler.commit(state, plan, np.full(len(plan.rows), 2**31 - 1))
+
+
+def test_a_token_like_a_stop_id_does_not_stop():
+    state = scheduler.init(SchedulerConfig(8, 4, 4, 64, 64))
+    state, seq_id = scheduler.add(state, Request((1,), 9, stop_token_ids=frozenset([5])))
+    state, _ = scheduler.add(state, Request((2,), 9, stop_token_ids=frozenset([6])))
+    for token in (5 + 2**16, 6, 5):
+        state, plan = scheduler.schedule(state)
+        state, events = scheduler.commit(state, plan, np.array([token, 0]))
+        assert bool(events.finished) == (token == 5)
