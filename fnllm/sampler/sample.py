@@ -1,0 +1,194 @@
+"""One token per row from logits, as pure functions that trace into the decode step."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fnllm.sampler.features import SamplerFeatures
+from fnllm.sampler.filters import Source, keep_mask
+from fnllm.sampler.history import History, penalise, token_counts
+from fnllm.sampler.logprobs import log_normaliser, logits_at, masked_logits, top_tokens
+from fnllm.sampler.rows import SamplerRows
+from fnllm.tensor_parallel import SINGLE, TensorParallel
+from fnllm_kernels.noise import gumbel_noise
+from fnllm_kernels.order_keys import pack, packed_ids
+from fnllm_kernels.sample_head import sample_head, sample_logits
+
+
+class Sampled(NamedTuple):
+    """What `sample` gives, equal on every rank. Log-probabilities are those of the raw logits, as `token_logprobs`."""
+
+    ids: Int[Tensor, " B"]
+    logprob: Float[Tensor, " B"] | None = None
+    top_ids: Int[Tensor, "B n"] | None = None
+    top_logprobs: Float[Tensor, "B n"] | None = None
+
+
+def sample(
+    logits: Float[Tensor, "B V"],
+    rows: SamplerRows,
+    positions: Int[Tensor, " B"],
+    *,
+    features: SamplerFeatures,
+    vocab_limit: int,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    history: History | None = None,
+    tp: TensorParallel = SINGLE,
+    kernels: bool = False,
+) -> Sampled:
+    """Draw one id per row from this rank's slice of the logits, [vocab_start, vocab_start + V), and the other ranks'.
+
+    `rows` and `history` hold B rows; `positions` are those of the drawn tokens in their sequences; ids from
+    `vocab_limit` on are never drawn. In order: logits_fn, penalties, bias, min_tokens, temperature, top-k, top-p,
+    min-p. Temperature 0 takes the largest logit, the lowest id on ties, whatever the filters.
+
+    Ranks exchange one integer per row, and for filters and log-probabilities a few more, never logits; only `logits_fn`
+    gathers them, since it sees the first `vocab_size` (default: vocab_limit) columns of the whole vocabulary.
+
+    `kernels` leaves noise and argmax to `fnllm::sample_logits`, one pass over the logits on a GPU.
+
+    Raises:
+        ValueError: if `features` needs a history and there is none.
+    """
+    if features.penalties and history is None:
+        raise ValueError("features.penalties needs history; pass a History of the batch's rows")
+    if kernels and not needs_logits(features):
+        # nothing reads the logits but the draw: they are not copied to float32
+        source = Source(logits, _valid(vocab_start, vocab_limit, logits.shape[1]))
+        found = draw(
+            logits, rows, positions, features=features, vocab_start=vocab_start, tp=tp, source=source, kernels=True
+        )
+        return Sampled(found)
+    width = vocab_limit if vocab_size is None else vocab_size
+    # Log-probabilities are those of the model's whole vocabulary, which scoring sees, too.
+    raw = masked_logits(logits, vocab_start, width)
+    drawable = raw if width == vocab_limit else masked_logits(raw, vocab_start, vocab_limit)
+    adjusted = drawable
+    if features.logits_fns:
+        adjusted = _apply_logits_fns(drawable, rows, history, features, vocab_start, width, tp)
+    if features.penalties:
+        counts, seen = token_counts(history, vocab_start, raw.shape[1])
+        adjusted = penalise(adjusted, counts, seen, rows)
+    if features.bias:
+        adjusted = _add_at(adjusted, rows.bias_ids, rows.bias_values, vocab_start)
+    if features.stops:
+        early = (positions < rows.min_position)[:, None] & (rows.stop_ids >= 0)
+        adjusted = _add_at(adjusted, rows.stop_ids, torch.where(early, -torch.inf, 0.0), vocab_start)
+    if adjusted is not drawable:
+        # Nothing above may bring back what must not be drawn, or leave a NaN.
+        adjusted = masked_logits(adjusted, vocab_start, vocab_limit)
+    source = Source(adjusted, adjusted.shape[1])
+    if adjusted is drawable:
+        source = Source(logits, _valid(vocab_start, vocab_limit, logits.shape[1]))
+    ids = draw(
+        adjusted, rows, positions, features=features, vocab_start=vocab_start, tp=tp, source=source, kernels=kernels
+    )
+    if features.logprobs is None:
+        return Sampled(ids)
+    normaliser = log_normaliser(raw, tp=tp)
+    logprob = logits_at(raw, ids, vocab_start=vocab_start, tp=tp) - normaliser
+    if features.logprobs == 0:
+        return Sampled(ids, logprob)
+    top_ids, top = top_tokens(raw, features.logprobs, vocab_start=vocab_start, tp=tp)
+    return Sampled(ids, logprob, top_ids, top - normaliser[:, None])
+
+
+def draw(
+    logits: Float[Tensor, "B V"],
+    rows: SamplerRows,
+    positions: Int[Tensor, " B"],
+    *,
+    features: SamplerFeatures,
+    vocab_start: int = 0,
+    tp: TensorParallel = SINGLE,
+    source: Source | None = None,
+    kernels: bool = False,
+) -> Int[Tensor, " B"]:
+    """Temperature, filters and the draw, for float32 logits without NaN; `source` as in `keep_mask`."""
+    source = Source(logits, logits.shape[1]) if source is None else source
+    if features.top_k or features.top_p or features.min_p:
+        keep = keep_mask(logits, rows, features=features, tp=tp, source=source)
+        logits = torch.where(keep, logits, -torch.inf)
+        source = Source(logits, logits.shape[1])
+    if kernels:
+        temperature = rows.temperature if features.noise else torch.zeros_like(rows.temperature)
+        key = sample_logits(source.logits, temperature, rows.seed, positions, vocab_start, source.valid)
+        return packed_ids(tp.all_reduce_max(key))
+    ids = vocab_start + torch.arange(logits.shape[1], device=logits.device)
+    if features.noise:
+        # logits + T * noise has the argmax of logits / T + noise, needs no division and is exact at T = 0.
+        logits = logits + rows.temperature[:, None] * gumbel_noise(rows.seed, positions, ids)
+    return packed_ids(tp.all_reduce_max(pack(logits, ids[None, :]).amax(-1)))
+
+
+def sample_from_hidden(
+    hidden: Float[Tensor, "B H"],
+    weight: Float[Tensor, "V H"],
+    rows: SamplerRows,
+    positions: Int[Tensor, " B"],
+    *,
+    features: SamplerFeatures,
+    vocab_limit: int,
+    vocab_start: int = 0,
+    tp: TensorParallel = SINGLE,
+) -> Sampled:
+    """`sample` of the logits hidden @ weight.T, which are never written: head, noise and argmax in one kernel.
+
+    The logits are float32 sums, not rounded to the type of `hidden` as a head of its own would give.
+
+    Raises:
+        ValueError: if `features` needs the logits: see `needs_logits`.
+    """
+    if needs_logits(features):
+        raise ValueError(f"{features} needs logits; use sample, or only temperature")
+    temperature = rows.temperature if features.noise else torch.zeros_like(rows.temperature)
+    valid = _valid(vocab_start, vocab_limit, weight.shape[0])
+    key = sample_head(hidden, weight, temperature, rows.seed, positions, vocab_start, valid)
+    return Sampled(packed_ids(tp.all_reduce_max(key)))
+
+
+def needs_logits(features: SamplerFeatures) -> bool:
+    """Whether anything but greedy and temperature is on."""
+    return replace(features, noise=False) != SamplerFeatures()
+
+
+def _valid(vocab_start: int, vocab_limit: int, width: int) -> int:
+    """How many of this rank's columns are ids below `vocab_limit`."""
+    return min(max(vocab_limit - vocab_start, 0), width)
+
+
+def sample_gathered(
+    logits: Float[Tensor, "B V"], rows: SamplerRows, positions: Int[Tensor, " B"], *, tp: TensorParallel, **settings
+) -> Sampled:
+    """`sample` after gathering all logits on every rank: the reference that the sharded form is checked against."""
+    return sample(tp.all_gather(logits, -1), rows, positions, **{**settings, "vocab_start": 0, "tp": SINGLE})
+
+
+def _apply_logits_fns(
+    logits: Float[Tensor, "B V"],
+    rows: SamplerRows,
+    history: History | None,
+    features: SamplerFeatures,
+    vocab_start: int,
+    width: int,
+    tp: TensorParallel,
+) -> Float[Tensor, "B V"]:
+    whole = tp.all_gather(logits, -1)
+    changed = whole[:, :width]
+    for i, fn in enumerate(features.logits_fns):
+        changed = torch.where((rows.logits_fn == i)[:, None], fn(whole[:, :width], history), changed)
+    changed = torch.cat([changed, whole[:, width:]], -1)
+    return changed[:, vocab_start : vocab_start + logits.shape[1]]
+
+
+def _add_at(
+    logits: Float[Tensor, "B V"], ids: Int[Tensor, "B K"], values: Float[Tensor, "B K"], vocab_start: int
+) -> Float[Tensor, "B V"]:
+    """Logits plus `values` at `ids`, where those are in this rank's slice (padding, -1, is in none)."""
+    local = ids - vocab_start
+    here = (ids >= 0) & (local >= 0) & (local < logits.shape[1])
+    return logits.scatter_add(1, local.clamp(0, logits.shape[1] - 1), torch.where(here, values, 0.0))

@@ -1,0 +1,77 @@
+"""The sampler's Triton kernels against their references on CPU tensors; run with TRITON_INTERPRET=1.
+
+`test_sampler_kernels.py` starts this in a process of its own, since Triton reads that variable when kernels are
+defined.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "kernels"))
+
+import torch
+
+from fnllm_kernels import sample_head, threshold
+from fnllm_kernels.order_keys import packed_ids, packed_scores
+
+
+def check_sample(device: str = "cpu") -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(6, 1501, device=device) * 2
+    logits[0, 700] = logits[0, 30] = 50.0  # equal maxima: the lower id
+    logits[5, 3] = torch.nan
+    logits[4] = 0.0
+    logits[4, 8] = -0.0
+    temperature = torch.tensor([0.0, 1.0, 0.7, 1e-12, 0.0, 1.3], device=device)
+    seed = torch.tensor([1, -5, 2**62, 3, 4, 5], device=device)
+    position = torch.tensor([0, 1, 2, 70000, 4, 5], device=device)
+    for dtype in (torch.float32, torch.float16):
+        for start, valid in ((0, 1501), (3002, 1444)):
+            args = (logits.to(dtype), temperature, seed, position, start, valid)
+            got, want = sample_head.launch_sample_logits(*args), sample_head.sample_logits_reference(*args)
+            assert torch.equal(packed_ids(got), packed_ids(want)), (dtype, start)
+            torch.testing.assert_close(packed_scores(got), packed_scores(want), rtol=1e-5, atol=1e-5)
+    assert packed_ids(got).tolist()[0] == 3032 and packed_ids(got).tolist()[4] == 3002
+
+
+def check_head(device: str = "cpu") -> None:
+    torch.manual_seed(1)
+    temperature = torch.tensor([0.0, 1.0, 0.5], device=device)
+    seed, position = torch.tensor([7, 8, 9], device=device), torch.tensor([3, 2, 1], device=device)
+    for rows, width, vocab, valid in ((3, 32, 70, 70), (3, 24, 45, 41), (1, 40, 33, 33)):
+        hidden, weight = torch.randn(rows, width, device=device), torch.randn(vocab, width, device=device)
+        args = (hidden, weight, temperature[:rows], seed[:rows], position[:rows], 100, valid)
+        config = {"BLOCK_B": 16, "BLOCK_V": 32, "BLOCK_H": 16}
+        got, want = sample_head.launch_sample_head(*args, config=config), sample_head.sample_head_reference(*args)
+        assert torch.equal(packed_ids(got), packed_ids(want)), (rows, width, vocab)
+        torch.testing.assert_close(packed_scores(got), packed_scores(want), rtol=1e-4, atol=1e-4)
+
+
+def check_threshold(device: str = "cpu") -> None:
+    torch.manual_seed(2)
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = (torch.randn(4, 300, device=device) * 3).to(dtype)
+        logits[1, :200] = logits[1, 200]
+        logits[2, 100:] = -torch.inf
+        top = logits.float().amax(-1)
+        temperature = torch.tensor([1.0, 0.6, 2.0, 1e-30], device=device)
+        for valid in (300, 257):
+            counts = torch.tensor([1, 150, 400, 2**62], device=device)
+            for by_mass, target in ((False, counts), (True, (counts.double() * 2.0**38).clamp(max=2.0**62).long())):
+                args = (logits, top, temperature, target, by_mass, valid)
+                (value, above), (want_value, want_above) = (
+                    threshold.launch_reach(*args),
+                    threshold.reach_reference(*args),
+                )
+                assert torch.equal(value, want_value), (dtype, valid, by_mass, value, want_value)
+                torch.testing.assert_close(above, want_above, rtol=1e-6, atol=300)
+                probes = torch.stack([value, value - 1, torch.full_like(value, torch.nan)], 1)
+                args = (logits, top, temperature, probes, by_mass, valid)
+                torch.testing.assert_close(
+                    threshold.launch_measure_above(*args), threshold.measure_above_reference(*args), rtol=1e-6, atol=300
+                )
+
+
+if __name__ == "__main__":
+    {"sample": check_sample, "head": check_head, "threshold": check_threshold}[sys.argv[1]]()
+    print("ok")
