@@ -18,7 +18,9 @@ CLEAN = "Moses and Aaron went in, and the LORD spake unto"
 CORRUPTED = "Emma and Harriet went in, and the girl came unto"
 
 
-def effects(params: fnllm.Params, clean: list[int], corrupted: list[int], answer: int, site: str) -> Float[Tensor, "L T"]:
+def effects(
+    params: fnllm.Params, clean: list[int], corrupted: list[int], answer: int, site: str
+) -> Float[Tensor, "L T"]:
     """Recovered share of the answer's log-probability: 0 as corrupted, 1 as clean, by layer and position.
 
     `site` is a site's last part, such as "resid_pre"; both prompts must have one length.

@@ -1,6 +1,6 @@
 """Logit lens (nostalgebraist 2020): what the head would say after every layer, while the model writes.
 
-    python examples/logit_lens.py [folder or hub id] [prompt] [plot.png]
+python examples/logit_lens.py [folder or hub id] [prompt] [plot.png]
 """
 
 import sys
@@ -12,7 +12,10 @@ from torch import Tensor
 import fnllm
 
 
-def lens(params: fnllm.Params, prompt: str, new_tokens: int = 8) -> tuple[list[str], list[list[str]], Float[Tensor, "L T"]]:
+
+def lens(
+    params: fnllm.Params, prompt: str, new_tokens: int = 8
+) -> tuple[list[str], list[list[str]], Float[Tensor, "L T"]]:
     """(the tokens read, each layer's best guess at the next one, the probability each layer gives to what came)."""
     count = params.config.num_hidden_layers
     capture = fnllm.Capture("layers.*.resid_post", "all")

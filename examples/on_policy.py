@@ -11,9 +11,10 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
-import fnllm
 import torch
 from torch import Tensor
+
+import fnllm
 
 PROMPTS = ["And she", "Behold, the", "In the morning", "There was a"]
 
@@ -47,7 +48,7 @@ def train(
     rounds: int,
     samples: int = 16,
     length: int = 16,
-    rate: float = 1e-3,
+    rate: float = 3e-4,
     report: Callable[[Round], None] = lambda one: None,
     **options,
 ) -> list[Round]:
@@ -82,7 +83,9 @@ def main(path: str | None = None, out: str = "on_policy.png") -> None:
     def say(one: Round) -> None:
         print(f"reward {one.reward:5.3f}   generate and score differ by {one.gap:.1e}   {one.text!r}", flush=True)
 
-    history = train(params, PROMPTS, lambda out: words_in_s(out.text), rounds=30, report=say, max_num_seqs=64, max_model_len=128)
+    history = train(
+        params, PROMPTS, lambda out: words_in_s(out.text), rounds=24, report=say, max_num_seqs=64, max_model_len=128
+    )
     import matplotlib
 
     matplotlib.use("agg")

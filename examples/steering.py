@@ -22,8 +22,12 @@ PAIRS = [
     ("The king of Judah did that which was evil in the sight", "The drawing-room was full of people, and Mrs. Bennet"),
     ("Woe unto you, scribes and Pharisees, hypocrites! for ye", "Mr. Darcy bowed, and Miss Bingley was silent; for he"),
 ]
-SCRIPTURE = "unto thou thee thy ye hath saith LORD lord god king israel behold shall house children sons people land".split()
-NOVELS = "mr mrs miss she her very elizabeth emma anne marianne elinor feelings could would sister indeed pleasure".split()
+SCRIPTURE = (
+    "unto thou thee thy ye hath saith LORD lord god king israel behold shall house children sons people land".split()
+)
+NOVELS = (
+    "mr mrs miss she her very elizabeth emma anne marianne elinor feelings could would sister indeed pleasure".split()
+)
 
 
 def direction(params: fnllm.Params, site: str, pairs=PAIRS) -> Float[Tensor, " H"]:

@@ -1,10 +1,11 @@
 """The open step under torch.compile: what is traced, how often, and that values are the eager ones."""
 
-import fnllm
 import pytest
 import torch
 import torch._dynamo.testing
 from examples_of import EXAMPLES, example
+
+import fnllm
 
 pytestmark = pytest.mark.compiled
 ORACLE = EXAMPLES.parent / "tests" / "oracle"
@@ -98,7 +99,9 @@ def item_mlp(p, x, ctx):
 
 def test_a_function_that_cannot_be_traced_is_named(params):
     layers = fnllm.Layers()._replace(mlp=item_mlp)
-    with pytest.raises(TypeError, match=r"layers\.mlp \(item_mlp\) cannot be traced by torch\.compile: .*compile='none'"):
+    with pytest.raises(
+        TypeError, match=r"layers\.mlp \(item_mlp\) cannot be traced by torch\.compile: .*compile='none'"
+    ):
         call(params, compile="inductor", layers=layers)
     assert call(params, layers=layers)[0].finish_reason == "length"  # eager, it runs
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+
 from fnllm_kernels import invariant_linear as module
 from fnllm_kernels.invariant_linear import cuts, invariant_linear, invariant_linear_reference
 
@@ -66,7 +67,6 @@ if not INTERPRETING:
             assert torch.equal(invariant_linear(x[first:last], w), whole[first:last]), (first, last)
 
 else:
-
     # float16 and not bfloat16, of which the interpreter's dot multiplies the bit patterns
     @pytest.mark.parametrize("dtype, relative", [(torch.float32, 1e-5), (torch.float16, 1e-3)], ids=str)
     @pytest.mark.parametrize("tokens, inputs, outputs", [(3, 100, 37), (70, 48, 65), (1, 700, 5), (65, 600, 130)])

@@ -3,8 +3,9 @@
 import re
 from pathlib import Path
 
-import fnllm
 from examples_of import EXAMPLES, example
+
+import fnllm
 
 DOCS = EXAMPLES.parent / "docs"
 HERE = Path(__file__).parent

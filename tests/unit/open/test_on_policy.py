@@ -1,10 +1,11 @@
 """Weights that change under the engine: at once, everywhere, without another step built or a copy made."""
 
-import fnllm
 import pytest
 import torch
 from examples_of import example
 from torch.utils._pytree import tree_map
+
+import fnllm
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 33]
 GREEDY = fnllm.Sampling(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)

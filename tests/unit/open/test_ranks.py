@@ -1,10 +1,11 @@
 """Captures, edits, scores and invariant bits over two simulated ranks: equal to one."""
 
-import fnllm
-import fnllm_weights
 import pytest
 import torch
 from examples_of import EXAMPLES
+
+import fnllm
+import fnllm_weights
 
 ORACLE = EXAMPLES.parent / "tests" / "oracle"
 PROMPTS = [[3, 14, 15, 92, 65, 35, 89, 79, 33], [8, 9, 79]]
