@@ -79,7 +79,7 @@ def tree_search(engine: Engine, prompt: list[int], *, branch: int, keep: int, de
 
 
 def run(engine: Engine, state: fnllm.State, step=None) -> tuple[fnllm.State, dict[int, float]]:
-    """Step until nothing is left to do; also each sequence's sum of log-probabilities of what it drew (with `step`'s)."""
+    """Step until nothing is left; also each sequence's sum of log-probabilities of what it drew (with `step`'s)."""
     totals: dict[int, float] = {}
     while True:
         if step is not None:
@@ -92,7 +92,7 @@ def run(engine: Engine, state: fnllm.State, step=None) -> tuple[fnllm.State, dic
 
 
 def main(path: str | None = None, prompt: str = "And it came to pass") -> None:
-    params = fnllm.load(path)
+    params = fnllm.load(path or None)
     ids, say = list(params.tokenizer.encode(prompt)), params.tokenizer.decode
     engine = fnllm.engine(params, max_num_seqs=16, max_model_len=256, block_size=4)
     greedy = beam_search(engine, ids, 1, 16)[0]

@@ -59,7 +59,10 @@ def sample(
     if kernels and not needs_logits(features):
         # nothing reads the logits but the draw: they are not copied to float32
         source = Source(logits, _valid(vocab_start, vocab_limit, logits.shape[1]))
-        return Sampled(draw(logits, rows, positions, features=features, vocab_start=vocab_start, tp=tp, source=source, kernels=True))
+        found = draw(
+            logits, rows, positions, features=features, vocab_start=vocab_start, tp=tp, source=source, kernels=True
+        )
+        return Sampled(found)
     width = vocab_limit if vocab_size is None else vocab_size
     # Log-probabilities are those of the model's whole vocabulary, which scoring sees, too.
     raw = masked_logits(logits, vocab_start, width)

@@ -65,7 +65,9 @@ class Sequence:
     prompt_len: int  # tokens before the present turn's output
     limit: int  # the length at which it ends
     blocks: tuple[bytes, ...]  # the known tokens, one packed int32 array for each full block
-    tail: bytes  # (*) the known tokens after those; of a running sequence, as it was when it got its row
+    tail: (
+        bytes  # (*) the known tokens after those; in a row, as it was on joining, and empty once it has become a block
+    )
     table: tuple[int, ...] = ()
     numbers: tuple[int, ...] = ()  # number of each full block's prefix, so far as known; empty if it does not share
     filled: int = 0  # (*) leading blocks of the table whose filling is committed

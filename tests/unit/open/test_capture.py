@@ -1,4 +1,4 @@
-"""Captured activations: equal to transformers' and to a plain forward, in every way of running; bounded and said before."""
+"""Captured activations: equal to transformers' and to a plain forward, in every way of running; bounded beforehand."""
 
 import numpy as np
 import pytest
