@@ -38,7 +38,7 @@ def sample(
     vocab_size: int | None = None,
     history: History | None = None,
     tp: TensorParallel = SINGLE,
-    kernels: bool = False,
+    kernels: bool = True,
 ) -> Sampled:
     """Draw one id per row from this rank's slice of the logits, [vocab_start, vocab_start + V), and the other ranks'.
 
@@ -106,7 +106,7 @@ def draw(
     vocab_start: int = 0,
     tp: TensorParallel = SINGLE,
     source: Source | None = None,
-    kernels: bool = False,
+    kernels: bool = True,
 ) -> Int[Tensor, " B"]:
     """Temperature, filters and the draw, for float32 logits without NaN; `source` as in `keep_mask`."""
     source = Source(logits, logits.shape[1]) if source is None else source
