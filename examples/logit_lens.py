@@ -12,6 +12,7 @@ from torch import Tensor
 import fnllm
 
 
+
 def lens(
     params: fnllm.Params, prompt: str, new_tokens: int = 8
 ) -> tuple[list[str], list[list[str]], Float[Tensor, "L T"]]:

@@ -40,7 +40,7 @@ def windowed(q: Tensor, k: Tensor, v: Tensor, ctx) -> Tensor:
 
 
 def windowed_with_sinks(q: Tensor, k: Tensor, v: Tensor, ctx) -> Tensor:
-    """A window plus the first SINKS tokens of the sequence (Xiao et al. 2023), straight from the pages."""
+    """A window plus the first SINKS tokens of the sequence (Xiao et al. 2023, attention sinks), read from the pages."""
     k_cache, v_cache = ctx.cache.k[ctx.layer], ctx.cache.v[ctx.layer]
     store_kv(k, v, k_cache, v_cache, ctx.batch.slots)
     batch, size = ctx.batch, k_cache.shape[1]

@@ -23,6 +23,7 @@ from fnllm.edits import Edit, channels_of, edit_key, placed
 from fnllm.layers import Layers
 from fnllm.machine import Job, Machine, Variant, looks_back
 from fnllm.options import EngineOptions, resolve
+from fnllm.prompts import check_ids
 from fnllm.readback import Readback, read_back
 from fnllm.sampler import child_seed, features_of
 from fnllm.sampling import Sampling
@@ -79,7 +80,7 @@ class Engine:
 
     def init(self) -> State:
         """A state without requests and with an empty prefix cache."""
-        return State(scheduler.init(self.limits), self.machine.clock, self.variant)
+        return State(scheduler.init(self.limits), self.machine.clock, self.variant, self.params.config.vocab_size)
 
     def request(
         self,
@@ -98,7 +99,8 @@ class Engine:
         the engine's own when None. `version` spares looking at every weight again: what `machine.version_of` just said.
         Raises ValueError for others.
         """
-        prompt, config = tuple(prompt), self.params.config
+        config = self.params.config
+        prompt = check_ids("prompt", tuple(prompt), config.vocab_size)
         edits = self.edits if edits is None else tuple(edits)
         placed(edits, self.variant.edits)
         capture = self.capture if capture is None else expand(config, as_capture(capture))

@@ -44,8 +44,8 @@ def generate(
     `Completion.captured`: sites or a `Capture` for all prompts, or a list with a `Capture` or None for each. `seed`
     makes the whole call repeatable (requests with a seed of their own always are). Under torchrun every rank makes the
     same call and gets the same completions; calls that differ are refused on all of them. `chat` are options of the
-    chat template. With errors="return" a refused request's completion carries its error and the others run. `options` are those of
-    `EngineOptions`. Raises TypeError or ValueError that names the argument, before anything runs.
+    chat template. With errors="return" a refused request's completion carries its error and the others run. `options`
+    are those of `EngineOptions`. Raises TypeError or ValueError that names the argument, before anything runs.
     """
     done: dict[tuple[int, int], Completion] = {}
     for chunk in serve(params, prompts, sampling, layers, edits, capture, seed, chat, errors, progress, False, options):

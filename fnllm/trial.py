@@ -66,7 +66,8 @@ def watched(
         for name, x, seen in before:
             if version(x) != seen:
                 raise RuntimeError(
-                    f"{called} changed its {name} in place; others read it: return a new tensor (x + y, not x += y)"
+                    f"{called} changed its {name} in place; others still read it: return a new tensor "
+                    "(x + y, not x += y)"
                 )
         if expected is not None:
             compare(called, y, expected(*args))
@@ -79,9 +80,11 @@ def watched(
 
 def trace(called: str, function: Callable[..., Any], args: list, named: dict) -> None:
     """Raise TypeError, with the reason, when torch.compile cannot trace the function as a whole."""
+    from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
+
     try:
         torch.compile(function, backend="eager", fullgraph=True)(*args, **named)
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except TorchDynamoException as error:
         reason = " ".join(str(error).split("\n\n")[0].split())
         raise TypeError(
             f"{called} cannot be traced by torch.compile: {reason}. Write it without branches on tensor values, "
@@ -111,7 +114,7 @@ def version(x: Tensor) -> int:
 
 
 def leaves(args: tuple) -> Iterator[tuple[str, Tensor]]:
-    """Tensors among a function's arguments, and inside dicts among them, with names; not those that `ctx` holds."""
+    """Tensors among a function's arguments, and in dicts among them, with names; what `ctx` holds is not its own."""
     for index, arg in enumerate(args):
         if isinstance(arg, Tensor):
             yield f"argument {index + 1}", arg

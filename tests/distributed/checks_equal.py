@@ -81,12 +81,14 @@ def run_all(name: str, goldens: dict) -> dict:
     ids = p17["prompt"] + p17["greedy"]
     first = fnllm.generate(params, prompts, greedy(), **options)
     (machine,) = params.workspace.values()
-    preemptions, again, drawn, captured = machine.idle.scheduler.counters.preemptions, [], [], torch.zeros(0)
+    preemptions, again, drawn = machine.idle.scheduler.counters.preemptions, [], []
+    captured = scores = torch.zeros(0)
     if name in DETAILED:
         again = fnllm.generate(params, prompts, greedy(), **options)  # over the prefixes that are cached now
         drawn = fnllm.generate(
             params, [prompts[-1]] * len(mixed()), mixed(), block_size=8, num_blocks=64, max_num_seqs=8
         )
+        scores = fnllm.score(params, [ids])[0].detach()
         sites = ("layers.1.q", "layers.0.v", "layers.1.resid_post", "logits")
         (seen,) = fnllm.generate(params, [ids], greedy(2), capture=sites, block_size=8, num_blocks=64, max_num_seqs=8)
         captured = torch.cat([seen.captured[site].flatten() for site in sites])
@@ -99,7 +101,7 @@ def run_all(name: str, goldens: dict) -> dict:
         "prompt_logprobs": torch.tensor([e.logprob for c in drawn for e in c.prompt_logprobs or () if e is not None]),
         "preemptions": preemptions,
         "logits": logits_of(params, ids),
-        "scores": fnllm.score(params, [ids])[0].detach(),
+        "scores": scores,
     }
 
 

@@ -1,4 +1,4 @@
-"""Captured activations: equal to transformers' and to a plain forward, however the engine runs; bounded beforehand."""
+"""Captured activations: equal to transformers' and to a plain forward, in every way of running; bounded beforehand."""
 
 import numpy as np
 import pytest

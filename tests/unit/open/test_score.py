@@ -14,7 +14,7 @@ IDS = [[3, 14, 15, 92, 65, 35], [8, 9, 79], [32, 38, 46, 26, 43, 38, 32, 79, 50,
 
 
 def widened(model):
-    """transformers' model with its norms computed in the model's own dtype, not rounded to float32 on their way."""
+    """transformers' model with norms computed in the model's own dtype: in float64 it would round them to float32."""
 
     def forward(self, x):
         scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)

@@ -1,4 +1,4 @@
-"""Swapped layer functions: the examples against dense arithmetic, isolation from others, errors that name them."""
+"""Swapped layer functions: the examples against dense arithmetic, isolation from other users, errors that name them."""
 
 import pytest
 import torch
