@@ -38,7 +38,7 @@ def default_rows(
 ) -> SamplerRows:
     """`n` greedy rows with everything off, in the widths of `features`."""
 
-    def full(value: float, dtype: torch.dtype, *width: int) -> Tensor:
+    def full(value: float | int, dtype: torch.dtype, *width: int) -> Tensor:
         return torch.full((n, *width), value, dtype=dtype, device=device)
 
     return SamplerRows(
