@@ -92,10 +92,12 @@ class Engine:
         cache_tag: Any = None,
         edits: Iterable[Edit] | None = None,
         capture: Capture | Iterable[str] | None = None,
+        version: int | None = None,
     ) -> Request:
         """A request for `add`. `sample` is the number of this copy among a prompt's n; `cache_tag` keeps requests apart
         in the prefix cache that must not share blocks. `edits` and `capture`, out of what the engine was built for, are
-        the engine's own when None. Raises ValueError for others.
+        the engine's own when None. `version` spares looking at every weight again: what `machine.version_of` just said.
+        Raises ValueError for others.
         """
         config = self.params.config
         prompt = check_ids("prompt", tuple(prompt), config.vocab_size)
@@ -115,7 +117,7 @@ class Engine:
             min_tokens=sampling.min_tokens,
             stop_token_ids=stops,
             cache_key=scheduler.make_cache_key(
-                params=self.machine.version_of(self.params),
+                params=self.machine.version_of(self.params) if version is None else version,
                 layers=self.variant.layers,
                 edits=edit_key(edits),
                 tag=cache_tag,

@@ -239,6 +239,7 @@ class Machine:
     def context_bound(self, plan: Plan) -> int:
         """One of two bounds on the keys of this step's sequences, so that few steps are compiled."""
         longest, limit = int(plan.starts.max()) + 1, self.options.max_model_len
+        assert limit is not None  # `resolve` has decided it
         return SHORT_CONTEXT if longest <= SHORT_CONTEXT < limit else limit
 
     def number_functions(self, rows: np.ndarray, functions: tuple[Callable, ...]) -> None:

@@ -22,7 +22,7 @@ from fnllm.prompts import normalise
 from fnllm.rope import Rope, make_rope, rope_tables
 from fnllm.rows import choices_of
 from fnllm.sampler import log_normaliser, masked_logits, token_logprobs, top_tokens
-from fnllm.taps import Taps, whole_site, whole_sites
+from fnllm.taps import Taps, no_taps, whole_site, whole_sites
 from fnllm.tensor_parallel import SINGLE, TensorParallel
 from fnllm.trial import watched_layers
 from fnllm_weights import Params, local_sizes
@@ -191,7 +191,11 @@ def packed_taps(edits: Sequence[Sequence[Edit]], capture: tuple[str, ...], devic
 
 
 def context(
-    params: Params, batch: Batch, layers: Layers, taps: Taps = Taps(), tp: TensorParallel = SINGLE  # noqa: B008  values
+    params: Params,
+    batch: Batch,
+    layers: Layers,
+    taps: Taps | None = None,
+    tp: TensorParallel = SINGLE,
 ) -> Context:
     """The context of a forward pass without a cache."""
     return Context(
@@ -204,7 +208,7 @@ def context(
         backend=BACKEND,
         max_context=0,
         metadata=None,
-        taps=taps,
+        taps=taps or no_taps(),
     )
 
 

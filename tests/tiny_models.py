@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import fnllm
 import tokenizers
 import torch
+from tokenizers import decoders, models, pre_tokenizers
+from torch import Tensor
+
+import fnllm
 from fnllm.layers import Layers
 from fnllm.rope import make_rope
 from fnllm.scoring import context, packed_batch
@@ -16,8 +19,6 @@ from fnllm_weights import ModelConfig, Params
 from fnllm_weights.init import init
 from fnllm_weights.params import walk
 from fnllm_weights.tokenizer import make_tokenizer
-from tokenizers import decoders, models, pre_tokenizers
-from torch import Tensor
 
 torch.set_num_threads(1)  # on tensors this small more threads only wait for one another
 

@@ -2,11 +2,12 @@
 
 import random
 
-import fnllm
 import pytest
 import torch
-from fnllm import scheduler
 from tiny_models import plain_logits, tiny
+
+import fnllm
+from fnllm import scheduler
 
 SLACK = 1e-3  # two logits closer than this may change places with the order of a sum
 
