@@ -181,8 +181,9 @@ class Engine:
 
 
 def job_of(state: scheduler.SchedulerState, seq_id: int) -> Job:
-    """What the device must know of a sequence that joins."""
-    job: Job = state.sequences[seq_id].request.payload
+    """What the device must know of a sequence that joins. After an `append` all it had then counts as its prompt."""
+    sequence = state.sequences[seq_id]
+    job: Job = sequence.request.payload._replace(prompt_length=sequence.prompt_len)
     return job._replace(tokens=scheduler.tokens(state, seq_id)) if looks_back(job.sampling) else job
 
 

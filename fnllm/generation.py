@@ -144,7 +144,7 @@ def serve(
                     params.config,
                     one.capture,
                     prompt_tokens=len(one.prompt),
-                    new_tokens=one.sampling.max_tokens,
+                    new_tokens=min(one.sampling.max_tokens, machine.options.max_model_len - len(one.prompt)),
                     dtype=machine.dtype,
                 )
                 for one in tracks.values()

@@ -65,7 +65,7 @@ def tiny(seed: int = 0, **fields: Any) -> Params:
     return Params(config, None, tree, workspace={})
 
 
-WORDS = ("<s>", "</s>", "<end>", "x", "ab", "cd", "e", "a", "b", "c", "d", ",", " ")
+WORDS = ("<s>", "</s>", "<end>", "x", "ab", "cd", "e", "a", "b", "c", "d", ",", " ", "Ã", "©")  # the last two spell é
 
 
 @functools.cache

@@ -38,6 +38,8 @@ def greedy_of(params: fnllm.Params, name: str, alone: bool = False, **options) -
     prompts = golden(name)
     if alone and name not in THOROUGH:
         prompts = {"p17": prompts["p17"]}
+    if options.get("max_chunk") == 1 and name not in THOROUGH:  # a step for each of its tokens
+        prompts = {key: one for key, one in prompts.items() if len(one["prompt"]) < 70}
     settings = [replace(GREEDY, max_tokens=len(one["greedy"])) for one in prompts.values()]
     ids = [one["prompt"] for one in prompts.values()]
     if alone:

@@ -85,6 +85,34 @@ def test_generate_in_small_caches(seed):
                 assert len(one.token_ids) == min(setting.max_tokens, limit - len(prompt))
 
 
+def random_setting(rng: random.Random) -> fnllm.Sampling:
+    most = rng.randrange(1, 12)
+    chosen = {
+        "temperature": rng.choice((0, 0.7, 1.5)), "top_k": rng.choice((0, 0, 5)), "top_p": rng.choice((1, 0.8)),
+        "repetition_penalty": rng.choice((1, 1.3)), "presence_penalty": rng.choice((0, 0.5)),
+        "frequency_penalty": rng.choice((0, 0.4)), "logit_bias": rng.choice(({}, {3: 2.0, 7: -1.0}, {5: 1.0})),
+        "min_tokens": rng.randrange(most + 1), "stop_token_ids": [rng.randrange(41) for _ in range(rng.choice((0, 3)))],
+        "logprobs": rng.choice((None, 0, 2)), "n": rng.choice((1, 1, 3)),
+    }
+    return fnllm.Sampling(seed=rng.randrange(1000), max_tokens=most, **chosen)
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_drawn_tokens_in_small_caches_are_those_of_large_ones(seed):
+    """Preempted, chunked, cached or alone: a request with a seed draws the same tokens, whatever its settings."""
+    rng = random.Random(1000 + seed)
+    params, options = model(seed), random_options(rng)
+    limit = min(options["max_model_len"], options["num_blocks"] * options["block_size"])
+    prompts = [random_prompt(rng, limit) for _ in range(5)]
+    settings = [random_setting(rng) for _ in prompts]
+    found = [one.token_ids for one in fnllm.generate(params, prompts, settings, **options)]
+    alone: list[tuple[int, ...]] = []
+    for prompt, setting in zip(prompts, settings, strict=True):
+        done = fnllm.generate(params, prompt, setting, max_model_len=limit, max_num_seqs=1, prefix_cache=False)
+        alone += [one.token_ids for one in done]
+    assert found == alone
+
+
 class Player:
     """Makes random moves on an engine and remembers what each sequence was given."""
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from fnllm import scheduler
-from tiny_models import GREEDY, drain, plain_greedy, tiny
+from tiny_models import GREEDY, drain, plain_greedy, speller, tiny
 
 SMALL = {"max_model_len": 40, "max_num_seqs": 4, "block_size": 4, "num_blocks": 30}
 PROMPTS = [[5, 6, 7], [8], [5, 6, 7, 9, 10, 11, 12], [3, 1, 2, 4]]
@@ -128,6 +128,26 @@ def test_a_kept_sequence_goes_on_after_append():
     assert step.events.cached == ((seq_id, 12),), "three full blocks of 16 known tokens"
     state = drain(engine, state)
     assert fnllm.tokens(state, seq_id)[18:] == plain_greedy(tiny(), [*text, 4, 5], 9)
+
+
+def test_an_appended_turn_counts_its_own_tokens():
+    """What was said before is the prompt of the new turn: for min_tokens and for penalties on what was drawn."""
+    params = speller((3, 1, 2, 4, 5, 6, 1))  # ... ab cd e end
+    engine = fnllm.engine(params, **SMALL)
+    setting = fnllm.Sampling(temperature=0, max_tokens=4, min_tokens=4)
+    state, (seq_id,) = start(engine, [[4]], setting)
+    state = drain(engine, state)
+    told = fnllm.tokens(state, seq_id) + (4,)
+    state = drain(engine, fnllm.append(state, seq_id, [4]))
+    assert fnllm.tokens(state, seq_id)[len(told) :] == fnllm.generate(params, list(told), setting, **SMALL)[0].token_ids
+    penalised = fnllm.Sampling(temperature=0, max_tokens=4, frequency_penalty=0.7, repetition_penalty=1.2)
+    engine = fnllm.engine(tiny(), **SMALL)
+    state, (seq_id,) = start(engine, PROMPTS[:1], penalised)
+    state = advance(engine, state, 2)
+    told = fnllm.tokens(state, seq_id) + (9,)
+    state = drain(engine, fnllm.append(state, seq_id, [9]))
+    alone = fnllm.generate(tiny(), list(told), penalised, **SMALL)[0].token_ids
+    assert fnllm.tokens(state, seq_id)[len(told) :] == alone
 
 
 def test_truncate_goes_back_and_says_the_same_again():

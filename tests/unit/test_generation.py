@@ -354,6 +354,12 @@ def test_two_streams_and_a_call_between_their_steps():
     assert [[found[i] for i in range(4)] for found in done] == [expected, expected]
 
 
+def test_captures_are_measured_by_what_can_be_reached():
+    setting = Sampling(temperature=0, max_tokens=10**12, ignore_eos=True)
+    done = fnllm.generate(tiny(), PROMPTS[0], setting, capture="logits", **SMALL)[0]
+    assert done.captured["logits"].shape == (39, 41), "the last of 40 tokens is never read"
+
+
 def test_the_text_of_a_completion_has_no_special_tokens():
     done = fnllm.generate(ENDS, "x", Sampling(temperature=0))[0]
     assert WORDS[1] not in done.text and done.token_ids[-1] == 1
