@@ -8,6 +8,7 @@ from fnllm.batch import Batch
 from fnllm.cache import KVCache
 from fnllm.taps import Taps
 from fnllm.tensor_parallel import TensorParallel
+from fnllm_kernels.attention import ReferencePlan
 from fnllm_weights import LocalSizes, ModelConfig
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ class Context(NamedTuple):
     cache: KVCache | None  # None: score without a cache, every sequence whole
     backend: str  # of paged attention
     max_context: int  # no sequence of the batch has more keys; 0: as many as the block tables hold
-    metadata: dict[int, Tensor | None] | None  # of the attention backend, by sliding window, made once a step
+    # of the attention backend, by sliding window, made once a step
+    metadata: dict[int, Tensor | ReferencePlan | None] | None
     taps: Taps
     layer: int = -1  # index of the decoder layer; -1 outside
 

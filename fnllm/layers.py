@@ -36,7 +36,9 @@ def norm(p: Float[Tensor, " H"], x: Float[Tensor, "... H"], ctx: Context) -> Flo
     """RMSNorm over the last axis, computed in float32 (Zhang and Sennrich 2019)."""
     if on_device(x, ctx):
         return rms_norm(x, p, ctx.config.rms_norm_eps)
-    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return F.rms_norm(x, p.shape, p, ctx.config.rms_norm_eps)
+    wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + ctx.config.rms_norm_eps)
     return p * (wide * scale).to(x.dtype)
 
@@ -74,11 +76,11 @@ def attention(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "
     if on_device(x, ctx) and is_plain(ctx):
         out = attend_fused(p, qkv, ctx)
     else:
-        q, k, v = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=-1)
-        q, k, v = (t.unflatten(-1, (-1, dim)) for t in (q, k, v))
+        qk, v = qkv.unflatten(-1, (-1, dim)).split([heads + kv_heads, kv_heads], 1)
         if "q_norm" in p:
-            q, k = ctx.layers.norm(p["q_norm"], q, ctx), ctx.layers.norm(p["k_norm"], k, ctx)
-        q, k = apply_rope(q, ctx.batch.cos, ctx.batch.sin), apply_rope(k, ctx.batch.cos, ctx.batch.sin)
+            q, k = qk.split([heads, kv_heads], 1)
+            qk = torch.cat((ctx.layers.norm(p["q_norm"], q, ctx), ctx.layers.norm(p["k_norm"], k, ctx)), 1)
+        q, k = apply_rope(qk, ctx.batch.cos, ctx.batch.sin).split([heads, kv_heads], 1)
         q, k, v = ctx.tap("q", q), ctx.tap("k", k), ctx.tap("v", v)
         out = ctx.layers.attend(q, k, v, ctx)
     y = ctx.tp.all_reduce(ctx.layers.linear(p["o"], out.flatten(1), ctx))

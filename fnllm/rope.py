@@ -86,9 +86,10 @@ def apply_rope(
     x: Float[Tensor, "T N D"], cos: Float32[Tensor, "T half_D"], sin: Float32[Tensor, "T half_D"]
 ) -> Float[Tensor, "T N D"]:
     """Rotate the pairs (i, i + D/2) of every head, in float32 or wider; the result has x's dtype."""
-    first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    halves = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (2, -1))
+    first_cos, second_cos = (halves * cos[:, None, None]).unbind(2)
+    first_sin, second_sin = (halves * sin[:, None, None]).unbind(2)
+    return torch.cat((first_cos - second_sin, second_cos + first_sin), dim=-1).to(x.dtype)
 
 
 def _given(rope: RopeConfig, *names: str) -> list[Any]:

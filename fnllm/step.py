@@ -17,7 +17,7 @@ from fnllm.rope import Rope
 from fnllm.sampler import Sampled, SamplerFeatures, take_history, take_rows
 from fnllm.taps import Taps, whole_sites
 from fnllm.tensor_parallel import TensorParallel
-from fnllm_kernels.attention import attention_metadata
+from fnllm_kernels.attention import ReferencePlan, attention_metadata
 from fnllm_weights import LocalSizes, ModelConfig
 
 
@@ -104,7 +104,7 @@ def entry_logits(
 
 def plan_attention(
     batch: Batch, rows: Rows, spec: StepSpec, dtype: torch.dtype, backend: str, max_context: int
-) -> dict[int, Tensor | None]:
+) -> dict[int, Tensor | ReferencePlan | None]:
     """What the attention backend divides its work by, once for each sliding window that the layers have."""
     return {
         window: attention_metadata(
@@ -121,6 +121,7 @@ def plan_attention(
             backend=backend,
             window=window,
             max_context=max_context,
+            block_tables=batch.block_tables,
         )
         for window in {window or 0 for window in spec.config.sliding_window}
     }

@@ -6,6 +6,7 @@ sequence. What runs is the caller's static choice (`backend`); `default_backend`
 
 import functools
 import importlib.util
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float, Int
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from . import attention_flash, attention_triton
 from .attention_invariant import paged_attention_invariant
-from .attention_reference import paged_attention_reference
+from .attention_reference import ReferencePlan, paged_attention_reference, plan_reference
 
 BACKENDS = ("reference", "triton", "triton_invariant", "fa3", "fa2")
 
@@ -30,7 +31,7 @@ def paged_attention(
     scale: float,
     window: int = 0,
     backend: str,
-    metadata: Tensor | None = None,
+    metadata: Tensor | ReferencePlan | None = None,
     max_context: int = 0,
 ) -> Float[Tensor, "T N D"]:
     """Causal attention of each sequence's newest tokens over its cached keys and values.
@@ -46,6 +47,12 @@ def paged_attention(
     Raises ValueError if shapes do not belong together or the backend is unknown.
     """
     _check(q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, backend)
+    if not q.is_cuda and not torch.compiler.is_compiling():
+        # Nothing to trace: past the dispatch of an op, which costs as much as a small kernel.
+        return _on_host(backend)(
+            q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
+            max_seqlen_q=max_seqlen_q, scale=scale, window=window, metadata=metadata, max_context=max_context,
+        )  # fmt: skip
     return _paged_attention_op(
         q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
         max_seqlen_q, scale, window, backend, metadata, max_context,
@@ -67,11 +74,20 @@ def attention_metadata(
     backend: str,
     window: int = 0,
     max_context: int = 0,
-) -> Tensor | None:
+    block_tables: Int[Tensor, "B M"] | None = None,
+) -> Tensor | ReferencePlan | None:
     """What a backend wants computed once per step and passed to every layer with this window; None if nothing.
 
-    `num_tokens` is T of the q to come (padding included), `max_blocks` the width M of its block tables.
+    `num_tokens` is T of the q to come (padding included), `max_blocks` the width M of its block tables. On a CPU the
+    plan needs the `block_tables` themselves, and lengths on the host: there is none while a step is being compiled.
     """
+    if not context_lens.is_cuda and block_tables is not None and not torch.compiler.is_compiling():
+        if _on_host(backend) is paged_attention_invariant:
+            return None
+        return plan_reference(
+            block_tables, cu_seqlens_q, context_lens,
+            num_tokens=num_tokens, block_size=block_size, window=window, dtype=dtype,
+        )  # fmt: skip
     decode = max_seqlen_q == 1 and num_tokens == context_lens.shape[0]
     if backend == "fa3" and context_lens.is_cuda and decode:
         return attention_flash.fa3_metadata(
@@ -98,6 +114,10 @@ def default_backend(device: torch.device | str, dtype: torch.dtype, head_dim: in
     if flash_fits and pages_fit and capability[0] >= 8 and importlib.util.find_spec("flash_attn"):
         return "fa2"
     return "triton" if importlib.util.find_spec("triton") else "reference"
+
+
+def _on_host(backend: str) -> Callable[..., Tensor]:
+    return paged_attention_invariant if backend == "triton_invariant" else paged_attention_reference
 
 
 def _check(q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, backend) -> None:
@@ -134,14 +154,13 @@ def _paged_attention_op(
     q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
     max_seqlen_q, scale, window, backend, metadata, max_context,
 ):  # fmt: skip
-    on_host = paged_attention_invariant if backend == "triton_invariant" else paged_attention_reference
     run = {
         "reference": paged_attention_reference,
         "triton": attention_triton.paged_attention_triton,
         "triton_invariant": functools.partial(attention_triton.paged_attention_triton, invariant=True),
         "fa3": attention_flash.paged_attention_fa3,
         "fa2": attention_flash.paged_attention_fa2,
-    }[backend] if q.is_cuda else on_host
+    }[backend] if q.is_cuda else _on_host(backend)
     return run(
         q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
         max_seqlen_q=max_seqlen_q, scale=scale, window=window, metadata=metadata, max_context=max_context,

@@ -36,6 +36,9 @@ def store_kv(
             f"store_kv: caches are {tuple(k_cache.shape)} {k_cache.dtype} and {tuple(v_cache.shape)} {v_cache.dtype}; "
             f"both must have one shape and the dtype of k, {k.dtype}"
         )
+    if not k.is_cuda and not torch.compiler.is_compiling():
+        # Nothing to trace: past the dispatch of an op, which costs as much as a small kernel.
+        return store_kv_reference(k, v, k_cache, v_cache, slots)
     _store_kv_op(k, v, k_cache, v_cache, slots)
 
 
@@ -46,12 +49,12 @@ def store_kv_reference(
     v_cache: Float[Tensor, "P S K D"],
     slots: Int[Tensor, " T"],
 ) -> None:
-    """Plain torch of `store_kv`."""
-    keep = slots >= 0
-    slots = slots[keep].long()
-    where = slots // k_cache.shape[1], slots % k_cache.shape[1]
-    k_cache[where] = k[keep]
-    v_cache[where] = v[keep]
+    """Plain torch of `store_kv`; looks on the host whether there is padding."""
+    if slots.shape[0] and int(slots.min()) < 0:
+        keep = slots >= 0
+        k, v, slots = k[keep], v[keep], slots[keep]
+    for new, cache in ((k, k_cache), (v, v_cache)):
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slots.long(), new)
 
 
 def copy_blocks(
