@@ -12,7 +12,6 @@ from torch import Tensor
 import fnllm
 
 
-
 def lens(
     params: fnllm.Params, prompt: str, new_tokens: int = 8
 ) -> tuple[list[str], list[list[str]], Float[Tensor, "L T"]]:

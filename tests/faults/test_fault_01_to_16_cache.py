@@ -3,11 +3,12 @@
 import dataclasses
 import random
 
-import fnllm
 import pytest
 import torch
-from fnllm import scheduler
 from tiny_models import GREEDY, drain, plain_greedy, tiny
+
+import fnllm
+from fnllm import scheduler
 
 SETTINGS = [{"prefix_cache": cache, "max_chunk": chunk} for cache in (True, False) for chunk in (1, 3, None)]
 each_setting = pytest.mark.parametrize("setting", SETTINGS, ids=[str(list(one.values())) for one in SETTINGS])

@@ -2,11 +2,12 @@
 
 import dataclasses
 
-import fnllm
 import pytest
 import torch
-from fnllm import Sampling
 from tiny_models import plain_greedy, speller, tiny
+
+import fnllm
+from fnllm import Sampling
 
 SIZES = {"num_blocks": 60, "block_size": 4, "max_model_len": 40, "max_num_seqs": 4}
 PROMPTS = [[5, 6, 7], [8], [5, 6, 7, 9, 10, 11, 12], [3, 1, 2, 4], [9, 9], [20, 21, 22]]

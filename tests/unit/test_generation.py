@@ -3,11 +3,12 @@
 import dataclasses
 import gc
 
-import fnllm
 import pytest
 import torch
-from fnllm import Sampling
 from tiny_models import GREEDY, WORDS, plain_greedy, speller, tiny
+
+import fnllm
+from fnllm import Sampling
 
 SMALL = {"max_model_len": 40, "max_num_seqs": 4, "block_size": 4}
 PROMPTS = [[5, 6, 7], [8], [5, 6, 7, 9, 10, 11, 12], [3, 1, 2, 4]]
