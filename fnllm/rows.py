@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from fnllm.batch import Rows
@@ -34,7 +35,7 @@ def write_joins(
     row: Sequence[int],
     length: Sequence[int],
     prompt_length: Sequence[int],
-    block_tables: Sequence[Sequence[int]],
+    block_tables: Sequence[Int[np.ndarray, " _"]],
     sampler: SamplerRows,
     histories: Sequence[Sequence[int]],
 ) -> None:

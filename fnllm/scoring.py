@@ -48,7 +48,7 @@ class Pass(NamedTuple):
 
 def score(
     params: Params,
-    sequences: Sequence[Sequence[int]],
+    sequences: Sequence[Any],
     *,
     layers: Layers | None = None,
     edits: Sequence[Any] = (),
@@ -58,7 +58,7 @@ def score(
     max_batched_tokens: int = 16384,
     tp: TensorParallel | None = None,
 ) -> list[Any]:
-    """Log-probability of each token after the first, given those before it: a Float[Tensor, "len-1"] per sequence.
+    """Log-probability of each token after the first, given those before it: a Float[Tensor, "len-1"] per text or ids.
 
     From raw logits, without temperature or filters. Differentiable with respect to `params.tree`, and to the values of
     edits, in grad mode; `checkpoint` recomputes each sublayer in the backward pass instead of keeping its activations.
