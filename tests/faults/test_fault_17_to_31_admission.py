@@ -2,10 +2,11 @@
 
 import dataclasses
 
-import fnllm
 import pytest
-from fnllm import scheduler
 from tiny_models import GREEDY, plain_greedy, speller, tiny
+
+import fnllm
+from fnllm import scheduler
 
 SETTINGS = [{"prefix_cache": cache, "max_chunk": chunk} for cache in (True, False) for chunk in (1, 3, None)]
 each_setting = pytest.mark.parametrize("setting", SETTINGS, ids=[str(list(one.values())) for one in SETTINGS])

@@ -3,13 +3,14 @@
 import dataclasses
 import json
 
-import fnllm
 import pytest
 import tokenizers
-from fnllm import Sampling
-from fnllm_weights.tokenizer import make_tokenizer
 from tiny_models import WORDS, speller
 from tokenizers import processors
+
+import fnllm
+from fnllm import Sampling
+from fnllm_weights.tokenizer import make_tokenizer
 
 SIZES = {"num_blocks": 40, "block_size": 4, "max_model_len": 40, "max_num_seqs": 4}
 GREEDY = Sampling(temperature=0, max_tokens=8)
@@ -139,5 +140,6 @@ def test_fault_89_a_plain_loop_reads_a_stream():
 
 
 def test_fault_90_different_prompts_in_one_call():
-    done = fnllm.generate(speller(ROUND), ["x", [CD], "abcd"], [GREEDY, dataclasses.replace(GREEDY, max_tokens=1), GREEDY])
+    settings = [GREEDY, dataclasses.replace(GREEDY, max_tokens=1), GREEDY]
+    done = fnllm.generate(speller(ROUND), ["x", [CD], "abcd"], settings, **SIZES)
     assert [one.text for one in done] == ["abcdexabcdex", "e", "exabcdexabcd"]

@@ -7,16 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fnllm
 import pytest
 import torch
+from tiny_models import GREEDY, NAMES, ORACLE, checkpoint, golden, plain_greedy, tiny
+
+import fnllm
 from fnllm.cache import blocks_that_fit
 from fnllm.compiled import ladder, round_up
 from fnllm.layers import Layers, add_norm, norm
 from fnllm.rope import make_rope
 from fnllm.scoring import context, packed_batch
 from fnllm_weights.params import walk
-from tiny_models import GREEDY, NAMES, ORACLE, checkpoint, golden, plain_greedy, tiny
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"num_blocks": 60, "block_size": 4, "max_model_len": 64}

@@ -2,12 +2,13 @@
 
 import dataclasses
 
-import fnllm
 import numpy as np
 import pytest
 import torch
-from fnllm import scheduler
 from tiny_models import GREEDY, drain, plain_greedy, speller, tiny
+
+import fnllm
+from fnllm import scheduler
 
 SMALL = {"max_model_len": 40, "max_num_seqs": 4, "block_size": 4, "num_blocks": 30}
 PROMPTS = [[5, 6, 7], [8], [5, 6, 7, 9, 10, 11, 12], [3, 1, 2, 4]]

@@ -2,10 +2,11 @@
 
 import dataclasses
 
-import fnllm
 import pytest
-from fnllm import scheduler
 from tiny_models import GREEDY, drain, plain_greedy, tiny
+
+import fnllm
+from fnllm import scheduler
 
 SMALL = {"max_model_len": 40, "max_num_seqs": 3, "block_size": 4, "num_blocks": 20}
 SHORT = dataclasses.replace(GREEDY, max_tokens=10)
