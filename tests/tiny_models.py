@@ -92,7 +92,8 @@ def speller(follow: tuple[int, ...], eos: tuple[int, ...] = (1,), defaults: tupl
 def spelling_tokenizer():
     """A byte-level tokenizer of WORDS; the first three are special."""
     words = [word.replace(" ", "Ġ") for word in WORDS]
-    backend = tokenizers.Tokenizer(models.BPE(dict(zip(words, range(len(words)), strict=True)), [("a", "b"), ("c", "d")]))
+    vocab = {word: index for index, word in enumerate(words)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [("a", "b"), ("c", "d")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([tokenizers.AddedToken(word, special=True) for word in WORDS[:3]])

@@ -20,9 +20,8 @@ def greedy(count: int) -> fnllm.Sampling:
 
 
 def make(setting, blocks=40, size=4, length=48, seqs=4, params=None, **options) -> fnllm.Engine:
-    return fnllm.engine(
-        params or tiny(), num_blocks=blocks, block_size=size, max_model_len=length, max_num_seqs=seqs, **setting, **options
-    )
+    sizes = {"num_blocks": blocks, "block_size": size, "max_model_len": length, "max_num_seqs": seqs}
+    return fnllm.engine(params or tiny(), **sizes, **setting, **options)
 
 
 def outputs(engine: fnllm.Engine, prompts, count: int) -> tuple[fnllm.State, list[tuple[int, ...]]]:
@@ -167,7 +166,8 @@ def test_fault_14_heavy_eviction(cache):
     options = {"num_blocks": 10, "block_size": 4, "max_model_len": 20, "max_num_seqs": 8, "prefix_cache": cache}
     done = fnllm.generate(tiny(), prompts, greedy(3), **options)
     loose = {**options, "num_blocks": 400, "max_num_seqs": 64, "prefix_cache": False}
-    assert [one.token_ids for one in done] == [one.token_ids for one in fnllm.generate(tiny(), prompts, greedy(3), **loose)]
+    expected = fnllm.generate(tiny(), prompts, greedy(3), **loose)
+    assert [one.token_ids for one in done] == [one.token_ids for one in expected]
     if cache:
         state = fnllm.engine(tiny(), **options).machine.idle
         assert scheduler.metrics(state.scheduler).evictions > 0

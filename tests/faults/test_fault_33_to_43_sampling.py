@@ -59,8 +59,17 @@ def test_fault_35_the_lowest_id_wins_a_tie():
     assert set(drawn(params, 30, temperature=1, top_k=1)) == {1}
 
 
-@pytest.mark.parametrize(("setting", "kept"), [({"top_p": 0.6}, {0, 1}), ({"top_p": 0.4}, {0}), ({"top_p": 0.8}, {0, 1, 2}),
-                                              ({"min_p": 0.29}, {0, 1, 2}), ({"min_p": 0.31}, {0, 1}), ({"top_k": 3}, {0, 1, 2})])
+@pytest.mark.parametrize(
+    ("setting", "kept"),
+    [
+        ({"top_p": 0.6}, {0, 1}),
+        ({"top_p": 0.4}, {0}),
+        ({"top_p": 0.8}, {0, 1, 2}),
+        ({"min_p": 0.29}, {0, 1, 2}),
+        ({"min_p": 0.31}, {0, 1}),
+        ({"top_k": 3}, {0, 1, 2}),
+    ],
+)
 def test_fault_37_the_token_that_crosses_the_threshold_stays(setting, kept):
     params = fixed([float(x) for x in torch.tensor([0.5, 0.25, 0.15, 0.1]).log()])
     assert set(drawn(params, temperature=1.0, **setting)) == kept

@@ -140,5 +140,6 @@ def test_fault_89_a_plain_loop_reads_a_stream():
 
 
 def test_fault_90_different_prompts_in_one_call():
-    done = fnllm.generate(speller(ROUND), ["x", [CD], "abcd"], [GREEDY, dataclasses.replace(GREEDY, max_tokens=1), GREEDY])
+    settings = [GREEDY, dataclasses.replace(GREEDY, max_tokens=1), GREEDY]
+    done = fnllm.generate(speller(ROUND), ["x", [CD], "abcd"], settings, **SIZES)
     assert [one.text for one in done] == ["abcdexabcdex", "e", "exabcdexabcd"]

@@ -159,23 +159,23 @@ def test_samples_follow_their_prompt():
 
 def test_min_tokens_holds_off_eos_stop_ids_and_stop_strings():
     plain = Sampling(temperature=0, max_tokens=9)
-    assert fnllm.generate(ENDS, "x", plain)[0].text == "abcde"
-    held = fnllm.generate(ENDS, "x", dataclasses.replace(plain, min_tokens=6))[0]
+    assert fnllm.generate(ENDS, "x", plain, **SMALL)[0].text == "abcde"
+    held = fnllm.generate(ENDS, "x", dataclasses.replace(plain, min_tokens=6), **SMALL)[0]
     assert len(held.token_ids) >= 6 and 1 not in held.token_ids[:6]
     stop = dataclasses.replace(plain, stop="cd")
-    assert fnllm.generate(ROUND, "x", stop)[0].text == "ab"
-    late = fnllm.generate(ROUND, "x", dataclasses.replace(stop, min_tokens=3))[0]
+    assert fnllm.generate(ROUND, "x", stop, **SMALL)[0].text == "ab"
+    late = fnllm.generate(ROUND, "x", dataclasses.replace(stop, min_tokens=3), **SMALL)[0]
     assert late.text == "abcdexab" and late.stop_reason == "cd"
 
 
 def test_stop_ids_and_eos_end_alike():
-    eos = fnllm.generate(ENDS, "x", Sampling(temperature=0))[0]
+    eos = fnllm.generate(ENDS, "x", Sampling(temperature=0), **SMALL)[0]
     assert (eos.finish_reason, eos.stop_reason, eos.token_ids[-1]) == ("stop", 1, 1)
-    named = fnllm.generate(ENDS, "x", Sampling(temperature=0, stop_token_ids=[6]))[0]
+    named = fnllm.generate(ENDS, "x", Sampling(temperature=0, stop_token_ids=[6]), **SMALL)[0]
     assert (named.text, named.stop_reason, named.token_ids) == ("abcd", 6, (4, 5, 6))
-    shown = fnllm.generate(ENDS, "x", Sampling(temperature=0, stop_token_ids=[6], include_stop=True))[0]
+    shown = fnllm.generate(ENDS, "x", Sampling(temperature=0, stop_token_ids=[6], include_stop=True), **SMALL)[0]
     assert shown.text == "abcde"
-    on = fnllm.generate(ENDS, "x", Sampling(temperature=0, ignore_eos=True, max_tokens=6))[0]
+    on = fnllm.generate(ENDS, "x", Sampling(temperature=0, ignore_eos=True, max_tokens=6), **SMALL)[0]
     assert on.finish_reason == "length" and len(on.token_ids) == 6
 
 
@@ -189,9 +189,9 @@ def test_stop_ids_and_eos_end_alike():
 def test_joined_chunks_are_the_completion(setting):
     setting = Sampling(**{"temperature": 0, "max_tokens": 9, "logprobs": 0, **setting})
     prompts = ["x", "ab", "cdex"]
-    done = fnllm.generate(ROUND, prompts, setting)
+    done = fnllm.generate(ROUND, prompts, setting, **SMALL)
     pieces: dict[tuple[int, int], list[fnllm.Chunk]] = {}
-    for chunk in fnllm.stream(ROUND, prompts, setting):
+    for chunk in fnllm.stream(ROUND, prompts, setting, **SMALL):
         pieces.setdefault((chunk.index, chunk.sample), []).append(chunk)
     for key, whole in zip(sorted(pieces), done, strict=True):
         chunks = pieces[key]
@@ -362,7 +362,7 @@ def test_captures_are_measured_by_what_can_be_reached():
 
 
 def test_the_text_of_a_completion_has_no_special_tokens():
-    done = fnllm.generate(ENDS, "x", Sampling(temperature=0))[0]
+    done = fnllm.generate(ENDS, "x", Sampling(temperature=0), **SMALL)[0]
     assert WORDS[1] not in done.text and done.token_ids[-1] == 1
 
 
@@ -370,5 +370,6 @@ def test_the_vocabulary_s_padding_rows_are_never_drawn():
     params = speller((3, 1, 2, 4, 5, 6, 3))
     wide = params._replace(config=dataclasses.replace(params.config, vocab_size=32), workspace={})
     tree = {**wide.tree, "embed": torch.zeros(32, 16), "lm_head": torch.zeros(32, 16)}
-    done = fnllm.generate(wide._replace(tree=tree), [[3]], Sampling(temperature=1, max_tokens=60, ignore_eos=True), seed=0)
+    drawn = Sampling(temperature=1, max_tokens=60, ignore_eos=True)
+    done = fnllm.generate(wide._replace(tree=tree), [[3]], drawn, seed=0, **{**SMALL, "max_model_len": 64})
     assert max(done[0].token_ids) < len(WORDS)
