@@ -30,7 +30,13 @@ def main() -> None:
         axis.plot(batches, [floor for _, _, floor in mine], "--", color="grey", label="limit of the machine")
         axis.plot(batches, [rate for _, rate, _ in mine], "o-", color="tab:blue", label="fnllm")
         axis.plot(list(peers), list(peers.values()), "s:", color="tab:orange", label="best peer, earlier run")
-        axis.set(xscale="log", yscale="log", xlabel="batch size", ylabel="tokens/s", title=f"Qwen3-{size.upper()} shape, bf16")
+        axis.set(
+            xscale="log",
+            yscale="log",
+            xlabel="batch size",
+            ylabel="tokens/s",
+            title=f"Qwen3-{size.upper()} shape, bf16",
+        )
         axis.set_xticks(batches, [str(batch) for batch in batches])
         axis.minorticks_off()
         axis.grid(alpha=0.3)

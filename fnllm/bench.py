@@ -39,7 +39,10 @@ def main(argv: Sequence[str]) -> int:
     params = load(args.model, dtype=args.dtype, device=args.device)
     batches = [int(size) for size in args.batch.split(",")]
     options = dict(
-        compile=args.compile, max_num_seqs=max(batches), max_model_len=args.prompt_tokens + args.new_tokens, prefix_cache=False
+        compile=args.compile,
+        max_num_seqs=max(batches),
+        max_model_len=args.prompt_tokens + args.new_tokens,
+        prefix_cache=False,
     )
     engine(params, **options).prepare(Sampling(temperature=0.0))
     print(f"{params.config.architecture}, {params.tree['norm'].dtype}, on {params.tree['norm'].device}")
@@ -57,7 +60,9 @@ def measure(params, batch: int, prompt_tokens: int, new_tokens: int, repeats: in
     def seconds(count: int) -> float:
         prompts = [[rng.randrange(params.config.vocab_size) for _ in range(prompt_tokens)] for _ in range(batch)]
         began = time.perf_counter()
-        generate(params, prompts, Sampling(temperature=0.0, max_tokens=count, ignore_eos=True), progress=False, **options)
+        generate(
+            params, prompts, Sampling(temperature=0.0, max_tokens=count, ignore_eos=True), progress=False, **options
+        )
         return time.perf_counter() - began
 
     seconds(new_tokens)

@@ -125,9 +125,7 @@ print(list(one.token_ids))
 def test_fault_88_the_prefix_cache_has_a_switch(cache):
     prompt = list(range(3, 15))
     params = tiny(10)
-    done = [
-        fnllm.generate(params, prompt, greedy(2), prefix_cache=cache, max_num_seqs=2, **SIZES)[0] for _ in range(2)
-    ]
+    done = [fnllm.generate(params, prompt, greedy(2), prefix_cache=cache, max_num_seqs=2, **SIZES)[0] for _ in range(2)]
     assert [one.cached_tokens for one in done] == [0, 8 if cache else 0]
 
 

@@ -182,8 +182,15 @@ def test_stop_ids_and_eos_end_alike():
 @pytest.mark.parametrize(
     "setting",
     [
-        {}, {"stop": "bc"}, {"stop": ("bc", "de")}, {"stop": "dex", "include_stop": True}, {"stop": "zzz"},
-        {"stop_token_ids": [6]}, {"stop": "ex", "stop_token_ids": [5]}, {"n": 2}, {"max_tokens": 0},
+        {},
+        {"stop": "bc"},
+        {"stop": ("bc", "de")},
+        {"stop": "dex", "include_stop": True},
+        {"stop": "zzz"},
+        {"stop_token_ids": [6]},
+        {"stop": "ex", "stop_token_ids": [5]},
+        {"n": 2},
+        {"max_tokens": 0},
     ],
 )
 def test_joined_chunks_are_the_completion(setting):
