@@ -385,7 +385,7 @@ def step_part() -> None:
                         break
 
         attempt("check", f"step {name}", check)
-    for label, shape, layers in (("0.6B", SMALL, 28), ("8B", LARGE, 36)):
+    for _label, shape, layers in (("0.6B", SMALL, 28), ("8B", LARGE, 36)):
         model = Model(shape, layers, 1, 384)
         for name, its_shape, tiles, options in variants:
             if its_shape is not shape:
