@@ -107,5 +107,5 @@ def test_process_group_on_gloo(mode, tmp_path):
         for rank in range(2)
     ]
     for worker in workers:
-        out, _ = worker.communicate(timeout=120)
+        out, _ = worker.communicate(timeout=300)
         assert worker.returncode == 0 and "ok" in out, out
