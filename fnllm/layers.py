@@ -17,6 +17,7 @@ from fnllm.packed_attention import packed_attention
 from fnllm.rope import apply_rope
 from fnllm.sampler import Sampled, sample
 from fnllm_kernels.attention import paged_attention
+from fnllm_kernels.host_linear import host_linear
 from fnllm_kernels.kv_store import store_kv
 from fnllm_kernels.norm import add_rms_norm, rms_norm
 from fnllm_kernels.qk_norm_rope_store import qk_norm_rope_store
@@ -64,7 +65,7 @@ def linear(p: Float[Tensor, "O I"], x: Float[Tensor, "T I"], ctx: Context) -> Fl
     """The product of activations with a weight; every projection of the model, and the head, goes through it."""
     if on_device(x, ctx):
         return small_linear(x, p)  # cuBLAS from 17 rows on
-    return F.linear(x, p)
+    return F.linear(x, p) if x.is_cuda else host_linear(x, p)
 
 
 def attention(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "T H"]:

@@ -15,9 +15,11 @@ from fnllm_kernels.threshold import MASS_ONE, masses
 
 def masked_logits(logits: Float[Tensor, "T V"], vocab_start: int, vocab_limit: int) -> Float[Tensor, "T V"]:
     """Logits of this rank's slice in float32 (float64 stays), -inf from id `vocab_limit` on and where NaN is."""
-    ids = vocab_start + torch.arange(logits.shape[-1], device=logits.device)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return torch.where((ids < vocab_limit) & ~logits.isnan(), logits, -torch.inf)
+    drop = logits.isnan()
+    if vocab_start + logits.shape[-1] > vocab_limit:
+        drop = drop | (vocab_start + torch.arange(logits.shape[-1], device=logits.device) >= vocab_limit)
+    return torch.where(drop, -torch.inf, logits)
 
 
 def log_normaliser(logits: Float[Tensor, "T V"], *, tp: TensorParallel = SINGLE) -> Float[Tensor, " T"]:

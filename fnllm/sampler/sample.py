@@ -119,6 +119,8 @@ def draw(
     if features.noise:
         # logits + T * noise has the argmax of logits / T + noise, needs no division and is exact at T = 0.
         logits = logits + rows.temperature[:, None] * gumbel_noise(rows.seed, positions, ids)
+    if tp.size == 1 and not logits.is_cuda:
+        return vocab_start + logits.argmax(-1)  # the first of equal ones
     return packed_ids(tp.all_reduce_max(pack(logits, ids[None, :]).amax(-1)))
 
 
