@@ -37,9 +37,7 @@ def norm(p: Float[Tensor, " H"], x: Float[Tensor, "... H"], ctx: Context) -> Flo
     """RMSNorm over the last axis, computed in float32 (Zhang and Sennrich 2019)."""
     if on_device(x, ctx):
         return rms_norm(x, p, ctx.config.rms_norm_eps)
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        return F.rms_norm(x, p.shape, p, ctx.config.rms_norm_eps)
-    wide = x.float()
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + ctx.config.rms_norm_eps)
     return p * (wide * scale).to(x.dtype)
 
