@@ -132,11 +132,18 @@ def linear_part() -> None:
 
         attempt("check", name, check)
     cases = [(o, h, t) for o, h in LINEARS for t in (1, 2, 4, 8, 16)]
-    weights = {(o, h): [random(o, h, scale=h**-0.5) for _ in range(max(1, min(28, -(-400_000_000 // (2 * o * h)))))] for o, h in LINEARS}
+    weights = {
+        (o, h): [random(o, h, scale=h**-0.5) for _ in range(max(1, min(28, -(-400_000_000 // (2 * o * h)))))]
+        for o, h in LINEARS
+    }
     inputs = {(h, t): random(t, h) for _, h in LINEARS for t in (1, 2, 4, 8, 16)}
     for o, h, t in cases:
         ws, x = weights[o, h], inputs[h, t]
-        plain = attempt("linear", f"{o}x{h}", lambda ws=ws, x=x: graph_time(lambda: [torch.nn.functional.linear(x, w) for w in ws]) / len(ws))
+        plain = attempt(
+            "linear",
+            f"{o}x{h}",
+            lambda ws=ws, x=x: graph_time(lambda: [torch.nn.functional.linear(x, w) for w in ws]) / len(ws),
+        )
         found = []
         for tiles in linear_candidates(t, o, h):
             seconds = attempt(
@@ -197,7 +204,9 @@ class Model:
             qkv = launch_linear(h, layer["qkv"], norm=layer["input_norm"], eps=1e-6, tiles=tiles.get("qkv"))
             y = self.attend(qkv, index, **(attend or {}))
             h = launch_linear(y, layer["o"], residual=h, tiles=tiles.get("o"))
-            act = launch_linear(h, layer["gate_up"], norm=layer["post_norm"], eps=1e-6, gated=True, tiles=tiles.get("up"))
+            act = launch_linear(
+                h, layer["gate_up"], norm=layer["post_norm"], eps=1e-6, gated=True, tiles=tiles.get("up")
+            )
             h = launch_linear(act, layer["down"], residual=h, tiles=tiles.get("down"))
         return h
 
@@ -221,7 +230,10 @@ class Model:
         return sum(t.nbytes for layer in self.layers for t in layer.values())
 
 
-ATTENTIONS = [{"warps": w, "keys": k, "least": n} for w, k, n in ((4, 64, 64), (4, 64, 128), (4, 32, 64), (8, 64, 64), (8, 128, 128))]
+ATTENTIONS = [
+    {"warps": w, "keys": k, "least": n}
+    for w, k, n in ((4, 64, 64), (4, 64, 128), (4, 32, 64), (8, 64, 64), (8, 128, 128))
+]
 
 
 def attention_part() -> None:
@@ -229,6 +241,7 @@ def attention_part() -> None:
         model = Model(SMALL, 28, rows, 640)
         qkv = random(rows, 4096)
         for options in ATTENTIONS if rows == 1 else ATTENTIONS[:2]:
+
             def check(model=model, qkv=qkv, options=options, rows=rows):
                 for context in (1, 65, 640):
                     model.set_context(context)
@@ -276,9 +289,19 @@ def chain_part() -> None:
                     model.set_context(context)
                     late = {"early": False} if variant == "late" else None
                     case = f"{name} rows {rows} context {context} {variant}"
-                    seconds = attempt("chain", case, lambda model=model, tiles=tiles, late=late: graph_time(lambda: model.chain(tiles, late)))
+                    seconds = attempt(
+                        "chain",
+                        case,
+                        lambda model=model, tiles=tiles, late=late: graph_time(lambda: model.chain(tiles, late)),
+                    )
                     if seconds:
-                        report("chain", case, ms=seconds * 1e3, us_layer=seconds / layers * 1e6, share=model.bytes() / seconds / PEAK)
+                        report(
+                            "chain",
+                            case,
+                            ms=seconds * 1e3,
+                            us_layer=seconds / layers * 1e6,
+                            share=model.bytes() / seconds / PEAK,
+                        )
             del model
 
 
@@ -334,7 +357,9 @@ def warm_part(index: int) -> None:
         w = torch.empty(o, h, dtype=BF16, device="cuda")
         for t in (1, 2, 4, 16):
             x = random(t, h)
-            jobs += [lambda x=x, w=w, tiles=tiles: launch_linear(x, w, tiles=tiles) for tiles in linear_candidates(t, o, h)]
+            jobs += [
+                lambda x=x, w=w, tiles=tiles: launch_linear(x, w, tiles=tiles) for tiles in linear_candidates(t, o, h)
+            ]
     with ThreadPoolExecutor(3) as pool:
         for future in [pool.submit(job) for job in jobs[index::WORKERS]]:
             future.exception()
@@ -360,7 +385,7 @@ def step_part() -> None:
                         break
 
         attempt("check", f"step {name}", check)
-    for label, shape, layers in (("0.6B", SMALL, 28), ("8B", LARGE, 36)):
+    for _label, shape, layers in (("0.6B", SMALL, 28), ("8B", LARGE, 36)):
         model = Model(shape, layers, 1, 384)
         for name, its_shape, tiles, options in variants:
             if its_shape is not shape:
@@ -368,12 +393,26 @@ def step_part() -> None:
             for context in (128, 640) if options else (128, 384, 640, 1000):
                 model.set_context(context)
                 case = f"{name} context {context}"
-                seconds = attempt("step", case, lambda model=model, tiles=tiles, options=options: graph_time(lambda: model.step(tiles, **options)))
+                seconds = attempt(
+                    "step",
+                    case,
+                    lambda model=model, tiles=tiles, options=options: graph_time(lambda: model.step(tiles, **options)),
+                )
                 if seconds:
-                    report("step", case, ms=seconds * 1e3, us_layer=seconds / layers * 1e6, share=model.bytes() / seconds / PEAK)
+                    report(
+                        "step",
+                        case,
+                        ms=seconds * 1e3,
+                        us_layer=seconds / layers * 1e6,
+                        share=model.bytes() / seconds / PEAK,
+                    )
         del model
     model = Model(SMALL, 28, 1, 384)
-    seconds = attempt("step", "0.6B default, no cooperative launch", lambda: graph_time(lambda: model.step(variants[0][2], cooperative=False)))
+    seconds = attempt(
+        "step",
+        "0.6B default, no cooperative launch",
+        lambda: graph_time(lambda: model.step(variants[0][2], cooperative=False)),
+    )
     if seconds:
         report("step", "0.6B default context 384, no cooperative launch", ms=seconds * 1e3)
 

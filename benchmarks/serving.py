@@ -82,12 +82,23 @@ def run_one(args: argparse.Namespace) -> None:
 def table(rows: list[dict]) -> str:
     """Markdown: one line a workload, one column an engine, and fnllm's ratio to the best other and to the limit."""
     engines = [e for e in ENGINES if any(r["engine"] == e for r in rows)]
-    lines = ["| shape | workload | " + " | ".join(engines) + " | ratio | of the limit |", "|---" * (4 + len(engines)) + "|"]
-    keys = list(dict.fromkeys((r["size"], r["workload"], r.get("case", r.get("batch", ""))) for r in rows if "floor_tok_s" in r or "floor_ms" in r))
+    lines = [
+        "| shape | workload | " + " | ".join(engines) + " | ratio | of the limit |",
+        "|---" * (4 + len(engines)) + "|",
+    ]
+    keys = list(
+        dict.fromkeys(
+            (r["size"], r["workload"], r.get("case", r.get("batch", "")))
+            for r in rows
+            if "floor_tok_s" in r or "floor_ms" in r
+        )
+    )
     for size, work, case in keys:
         cells, found = [], {}
         for row in rows:
-            if (row["size"], row["workload"], row.get("case", row.get("batch", ""))) == (size, work, case) and ("tok_s" in row or "ms" in row):
+            if (row["size"], row["workload"], row.get("case", row.get("batch", ""))) == (size, work, case) and (
+                "tok_s" in row or "ms" in row
+            ):
                 found[row["engine"]] = row
         for engine in engines:
             row = found.get(engine)
@@ -95,9 +106,15 @@ def table(rows: list[dict]) -> str:
         mine, others = found.get("fnllm"), [r for e, r in found.items() if e != "fnllm"]
         ratio = share = ""
         if mine is not None:
-            share = f"{mine['floor_ms'] / mine['ms']:.0%}" if "ms" in mine else f"{mine['tok_s'] / mine['floor_tok_s']:.0%}"
+            share = (
+                f"{mine['floor_ms'] / mine['ms']:.0%}" if "ms" in mine else f"{mine['tok_s'] / mine['floor_tok_s']:.0%}"
+            )
             if others:
-                best = min(r["ms"] for r in others) / mine["ms"] if "ms" in mine else mine["tok_s"] / max(r["tok_s"] for r in others)
+                best = (
+                    min(r["ms"] for r in others) / mine["ms"]
+                    if "ms" in mine
+                    else mine["tok_s"] / max(r["tok_s"] for r in others)
+                )
                 ratio = f"{best:.2f}"
         lines.append(f"| {size} | {work} {case} | " + " | ".join(cells) + f" | {ratio} | {share} |")
     return "\n".join(lines)
@@ -132,7 +149,18 @@ def main() -> None:
         lines = Path(folder) / "rows.jsonl"
         for size in args.size.split(","):
             for engine in engines:
-                command = [sys.executable, __file__, "--engine", engine, "--size", size, "--out", str(lines), "--work", args.work]
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--engine",
+                    engine,
+                    "--size",
+                    size,
+                    "--out",
+                    str(lines),
+                    "--work",
+                    args.work,
+                ]
                 command += ["--max-model-len", str(args.max_model_len)]
                 command += ["--compile", args.compile] if args.compile else []
                 command += ["--checkpoint", args.checkpoint.format(size=size)] if args.checkpoint else []

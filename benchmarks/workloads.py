@@ -47,7 +47,9 @@ class Cost(NamedTuple):
 
 def cost(size: str) -> Cost:
     s = SHAPES[size]
-    h, d, n, k, layers = (s[f] for f in ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"))
+    h, d, n, k, layers = (
+        s[f] for f in ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+    )
     layer = h * d * (2 * n + 2 * k) + 3 * h * s["intermediate_size"] + 2 * h + 2 * d
     return Cost(layers * layer + h, VOCAB * h, 4 * layers * k * d, 4 * layers * n * d)
 

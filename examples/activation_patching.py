@@ -1,23 +1,26 @@
 """Activation patching (Meng et al. 2022, Vig et al. 2020): which activations carry the difference between two prompts.
 
-The corrupted prompt is run with one activation of the clean one patched in, at every layer and position; the score is how
-much of the clean answer comes back. All patches of one layer are one call of `score`.
+The corrupted prompt is run with one activation of the clean one patched in, at every layer and position; the score is
+how much of the clean answer comes back. All patches of one layer are one call of `score`.
 
     python examples/activation_patching.py [folder or hub id] [plot.png]
 """
 
 import sys
 
-import fnllm
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+import fnllm
 
 CLEAN = "Moses and Aaron went in, and the LORD spake unto"
 CORRUPTED = "Emma and Harriet went in, and the girl came unto"
 
 
-def effects(params: fnllm.Params, clean: list[int], corrupted: list[int], answer: int, site: str) -> Float[Tensor, "L T"]:
+def effects(
+    params: fnllm.Params, clean: list[int], corrupted: list[int], answer: int, site: str
+) -> Float[Tensor, "L T"]:
     """Recovered share of the answer's log-probability: 0 as corrupted, 1 as clean, by layer and position.
 
     `site` is a site's last part, such as "resid_pre"; both prompts must have one length.
@@ -45,7 +48,7 @@ def aligned(params: fnllm.Params, clean: str, corrupted: str) -> tuple[list[int]
 
 
 def main(path: str | None = None, out: str = "activation_patching.png") -> None:
-    params = fnllm.load(path)
+    params = fnllm.load(path or None)
     clean, corrupted = aligned(params, CLEAN, CORRUPTED)
     greedy = fnllm.Sampling(temperature=0, max_tokens=1)
     answer = fnllm.generate(params, [clean], greedy, max_num_seqs=4, max_model_len=256)[0].token_ids[0]

@@ -1,17 +1,20 @@
 """Logit lens (nostalgebraist 2020): what the head would say after every layer, while the model writes.
 
-    python examples/logit_lens.py [folder or hub id] [prompt] [plot.png]
+python examples/logit_lens.py [folder or hub id] [prompt] [plot.png]
 """
 
 import sys
 
-import fnllm
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+import fnllm
 
-def lens(params: fnllm.Params, prompt: str, new_tokens: int = 8) -> tuple[list[str], list[list[str]], Float[Tensor, "L T"]]:
+
+def lens(
+    params: fnllm.Params, prompt: str, new_tokens: int = 8
+) -> tuple[list[str], list[list[str]], Float[Tensor, "L T"]]:
     """(the tokens read, each layer's best guess at the next one, the probability each layer gives to what came)."""
     count = params.config.num_hidden_layers
     capture = fnllm.Capture("layers.*.resid_post", "all")
@@ -40,7 +43,8 @@ def plot(tokens: list[str], guesses: list[list[str]], chances: Float[Tensor, "L 
     picture = axes.imshow(chances.numpy(), aspect="auto", origin="lower", cmap="viridis", vmin=0, vmax=1)
     for layer, row in enumerate(guesses):
         for place, text in enumerate(row):
-            axes.text(place, layer, repr(text)[1:-1], ha="center", va="center", fontsize=7, color="white")
+            colour = "white" if chances[layer, place] < 0.6 else "black"
+            axes.text(place, layer, repr(text)[1:-1], ha="center", va="center", fontsize=7, color=colour)
     axes.set_xticks(range(len(tokens) - 1), [repr(t)[1:-1] for t in tokens[:-1]], rotation=60, ha="right", fontsize=8)
     axes.set_yticks(range(len(guesses)))
     axes.set_xlabel("token read")
@@ -51,7 +55,7 @@ def plot(tokens: list[str], guesses: list[list[str]], chances: Float[Tensor, "L 
 
 
 def main(path: str | None = None, prompt: str = "And the LORD said unto Moses,", out: str = "logit_lens.png") -> None:
-    tokens, guesses, chances = lens(fnllm.load(path), prompt)
+    tokens, guesses, chances = lens(fnllm.load(path or None), prompt)
     for layer, (row, p) in enumerate(zip(guesses, chances, strict=True)):
         print(f"layer {layer:2}: mean log-probability of what came {p.log().mean():7.2f}   {row}")
     plot(tokens, guesses, chances, out)

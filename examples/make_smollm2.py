@@ -6,7 +6,7 @@ model.safetensors, tokenizer.json and tokenizer_config.json: 270 MB in bfloat16,
 
     pip install gguf
     python examples/make_smollm2.py smollm2/
-    fnllm chat smollm2/
+    fnllm chat --model smollm2/
 """
 
 import argparse

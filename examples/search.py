@@ -1,6 +1,6 @@
 """Best of n, beam search and a small tree search: short loops over states, whose sequences share cache blocks.
 
-    python examples/search.py [folder or hub id] [prompt]
+python examples/search.py [folder or hub id] [prompt]
 """
 
 import sys
@@ -35,7 +35,9 @@ def beam_search(engine: Engine, prompt: list[int], width: int, length: int) -> l
             state, step = engine.step(state)
             for entry, seq_id in enumerate(step.plan.seq_ids.tolist()):
                 if step.plan.samples[entry]:
-                    top = zip(step.results.top_ids[entry].tolist(), step.results.top_logprobs[entry].tolist(), strict=True)
+                    top = zip(
+                        step.results.top_ids[entry].tolist(), step.results.top_logprobs[entry].tolist(), strict=True
+                    )
                     drawn[seq_id] = list(top)[:width]
         choices = [(beams[b] + logprob, b, token) for b, top in drawn.items() for token, logprob in top]
         chosen = sorted(choices, reverse=True)[:width]
@@ -51,8 +53,10 @@ def beam_search(engine: Engine, prompt: list[int], width: int, length: int) -> l
     return [Found(fnllm.tokens(state, b)[len(prompt) :], total) for b, total in beams.items()]
 
 
-def tree_search(engine: Engine, prompt: list[int], *, branch: int, keep: int, depth: int, span: int) -> tuple[Found, str]:
-    """Grow a tree of samples `span` tokens at a time: each of `keep` leaves gets `branch` children, the best go on.
+def tree_search(
+    engine: Engine, prompt: list[int], *, branch: int, keep: int, depth: int, span: int
+) -> tuple[Found, str]:
+    """Grow a tree of samples, `span` tokens at a time: each of `keep` leaves gets `branch` children, the best go on.
 
     Returns the best leaf and a picture of who shared which block when the tree was last grown.
     """
@@ -79,7 +83,7 @@ def tree_search(engine: Engine, prompt: list[int], *, branch: int, keep: int, de
 
 
 def run(engine: Engine, state: fnllm.State, step=None) -> tuple[fnllm.State, dict[int, float]]:
-    """Step until nothing is left to do; also each sequence's sum of log-probabilities of what it drew (with `step`'s)."""
+    """Step until nothing is left; also each sequence's sum of log-probabilities of what it drew (with `step`'s)."""
     totals: dict[int, float] = {}
     while True:
         if step is not None:
@@ -92,7 +96,7 @@ def run(engine: Engine, state: fnllm.State, step=None) -> tuple[fnllm.State, dic
 
 
 def main(path: str | None = None, prompt: str = "And it came to pass") -> None:
-    params = fnllm.load(path)
+    params = fnllm.load(path or None)
     ids, say = list(params.tokenizer.encode(prompt)), params.tokenizer.decode
     engine = fnllm.engine(params, max_num_seqs=16, max_model_len=256, block_size=4)
     greedy = beam_search(engine, ids, 1, 16)[0]

@@ -1,17 +1,18 @@
 """A steering vector from pairs of prompts (Turner et al. 2023; Rimsky et al. 2023), at several strengths in one batch.
 
-The vector is the mean difference between the residual streams of two kinds of text; added while generating, it pulls the
-text towards the first kind. Here: scripture against novels, measured by words that only one of them uses.
+The vector is the mean difference between the residual streams of two kinds of text; added while generating, it pulls
+the text towards the first kind. Here: scripture against novels, measured by words that only one of them uses.
 
     python examples/steering.py [folder or hub id] [plot.png]
 """
 
 import sys
 
-import fnllm
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+import fnllm
 
 PAIRS = [
     ("And the LORD spake unto Moses, saying,", "Elizabeth was pleased with the visit, and said,"),
@@ -21,8 +22,12 @@ PAIRS = [
     ("The king of Judah did that which was evil in the sight", "The drawing-room was full of people, and Mrs. Bennet"),
     ("Woe unto you, scribes and Pharisees, hypocrites! for ye", "Mr. Darcy bowed, and Miss Bingley was silent; for he"),
 ]
-SCRIPTURE = "unto thou thee thy ye hath saith LORD lord god king israel behold shall house children sons people land".split()
-NOVELS = "mr mrs miss she her very elizabeth emma anne marianne elinor feelings could would sister indeed pleasure".split()
+SCRIPTURE = (
+    "unto thou thee thy ye hath saith LORD lord god king israel behold shall house children sons people land".split()
+)
+NOVELS = (
+    "mr mrs miss she her very elizabeth emma anne marianne elinor feelings could would sister indeed pleasure".split()
+)
 
 
 def direction(params: fnllm.Params, site: str, pairs=PAIRS) -> Float[Tensor, " H"]:
@@ -54,7 +59,7 @@ def sweep(
 
 
 def main(path: str | None = None, out: str = "steering.png") -> None:
-    params = fnllm.load(path)
+    params = fnllm.load(path or None)
     site = f"layers.{params.config.num_hidden_layers // 2}.resid_post"
     scales = [-4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0]
     texts = sweep(params, site, scales, "In the morning")

@@ -1,5 +1,5 @@
-"""Six swapped layer functions. Each is a plain function handed to `generate`; paging, prefix cache, chunks and compiling
-stay as they are.
+"""Six swapped layer functions. Each is a plain function handed to `generate`; paging, prefix cache, chunks and
+compiling stay as they are.
 
     python examples/swap_layers.py [folder or hub id]
 """
@@ -40,7 +40,7 @@ def windowed(q: Tensor, k: Tensor, v: Tensor, ctx) -> Tensor:
 
 
 def windowed_with_sinks(q: Tensor, k: Tensor, v: Tensor, ctx) -> Tensor:
-    """A window plus the first SINKS tokens of the sequence (Xiao et al. 2023, attention sinks), straight from the pages."""
+    """A window plus the first SINKS tokens of the sequence (Xiao et al. 2023, attention sinks), read from the pages."""
     k_cache, v_cache = ctx.cache.k[ctx.layer], ctx.cache.v[ctx.layer]
     store_kv(k, v, k_cache, v_cache, ctx.batch.slots)
     batch, size = ctx.batch, k_cache.shape[1]
@@ -115,7 +115,7 @@ SWAPS = {
 
 
 def main(path: str | None = None) -> None:
-    params = fnllm.load(path)
+    params = fnllm.load(path or None)
     prompt, greedy = "In the beginning", fnllm.Sampling(temperature=0, max_tokens=24)
     runs = {"nothing": (params, Layers()), **{name: (params, layers) for name, layers in SWAPS.items()}}
     runs["8-bit weights"] = (quantised(params), Layers()._replace(linear=int8_linear))

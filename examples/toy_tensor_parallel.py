@@ -1,8 +1,8 @@
 """A forward pass on two tensor-parallel ranks, shape by shape, in one process: no GPU, no second process.
 
-The toy model: vocabulary V = 32, hidden size H = 8, 4 query heads and 2 KV heads of D = 2, MLP width I = 16, one layer, on
-TP = 2 ranks; the batch is three prompts of together T = 5 tokens. Each rank holds 16 vocabulary rows, 2 query heads, 1 KV head
-and 8 of the MLP's features.
+The toy model: vocabulary V = 32, hidden size H = 8, 4 query heads and 2 KV heads of D = 2, MLP width I = 16, one layer,
+on TP = 2 ranks; the batch is three prompts of together T = 5 tokens. Each rank holds 16 vocabulary rows, 2 query heads,
+1 KV head and 8 of the MLP's features.
 
     python examples/toy_tensor_parallel.py
 """
@@ -10,8 +10,6 @@ and 8 of the MLP's features.
 from typing import NamedTuple
 
 import torch
-from fnllm_weights import ModelConfig, Shard
-from fnllm_weights.init import init
 
 import fnllm
 from fnllm.layers import Layers
@@ -19,6 +17,8 @@ from fnllm.rope import make_rope
 from fnllm.sampler import SamplerFeatures, default_rows, sample
 from fnllm.scoring import context, packed_batch
 from fnllm.tensor_parallel import TensorParallel
+from fnllm_weights import ModelConfig, Shard
+from fnllm_weights.init import init
 
 CONFIG = ModelConfig(
     architecture="Qwen3ForCausalLM",

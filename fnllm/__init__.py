@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from fnllm.generation import generate, stream
     from fnllm.layers import Layers
     from fnllm.loading import load
+    from fnllm.log import Event, apply, event, replay
     from fnllm.model import forward
     from fnllm.options import EngineOptions
-    from fnllm.log import Event, apply, event, replay
     from fnllm.sampling import Sampling
     from fnllm.scoring import Scored, score
     from fnllm.state import State, abort, add, append, finish, fork, show, tokens, truncate

@@ -80,6 +80,8 @@ def captures_of_each(capture: Any, count: int) -> list[Capture]:
 
 def expand(config: ModelConfig, capture: Capture) -> Capture:
     """The capture with its patterns replaced by sites. Raises ValueError for a site that this model does not have."""
+    if not capture.sites:
+        return capture
     known = [f"layers.{i}.{name}" for i in range(config.num_hidden_layers) for name in LAYER_SITES] + list(FINAL_SITES)
     sites: dict[str, None] = {}
     for pattern in capture.sites:

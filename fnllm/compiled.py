@@ -2,6 +2,7 @@
 
 import time
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -175,7 +176,10 @@ class StepRunner:
             output = run(tree, self.resident, inputs)
         name = f"decode of {bucket.entries}" if bucket.tokens is None else f"prefill of {bucket.tokens} tokens"
         self.report(f"captured {name} in {time.perf_counter() - began:.1f} s")
-        return Captured(graph, inputs, None, output, tree)
+        found = Captured(graph, inputs, None, output, tree)
+        # At the program's end too, where NCCL waits for every graph that holds its collectives.
+        weakref.finalize(found, graph.reset)
+        return found
 
 
 def padding_like(host: HostInputs, rows: Rows) -> HostInputs:

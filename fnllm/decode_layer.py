@@ -6,13 +6,13 @@ those before them. Every kernel fetches weights while the one before it still ru
 """
 
 import torch
-from fnllm_kernels.decode_attention import decode_attention
-from fnllm_kernels.small_linear import norm_linear, small_linear
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from fnllm.context import Context
 from fnllm.layers import Layers
+from fnllm_kernels.decode_attention import decode_attention
+from fnllm_kernels.small_linear import norm_linear, small_linear
 
 INSIDE = ("norm", "linear", "attention", "attend", "mlp", "activation")  # functions whose work these kernels do
 HEAD_DIMS = (32, 64, 128, 256)
@@ -30,10 +30,13 @@ def fuses(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> bool:
 
 def attention_counters(ctx: Context) -> Int[Tensor, " C"]:
     """What the attention kernel's programs count their arrivals with; zeros before and after each layer."""
-    return torch.zeros(ctx.batch.token_ids.shape[0] * ctx.sizes.kv_heads, dtype=torch.int32, device=ctx.batch.cos.device)
+    programs = ctx.batch.token_ids.shape[0] * ctx.sizes.kv_heads
+    return torch.zeros(programs, dtype=torch.int32, device=ctx.batch.cos.device)
 
 
-def decode_layer(p: dict, stream: Float[Tensor, "T H"], counters: Int[Tensor, " C"], ctx: Context) -> Float[Tensor, "T H"]:
+def decode_layer(
+    p: dict, stream: Float[Tensor, "T H"], counters: Int[Tensor, " C"], ctx: Context
+) -> Float[Tensor, "T H"]:
     """The residual stream after this layer."""
     eps, batch = ctx.config.rms_norm_eps, ctx.batch
     qkv = norm_linear(stream, p["input_norm"], eps, p["qkv"], bias=p.get("qkv_bias"))

@@ -4,11 +4,11 @@ Every rank runs the same script on the same inputs. `agree` checks that they do,
 rank which fails ends at once and says why, so that the launcher can end the others.
 """
 
-import atexit
 import os
 import secrets
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import TracebackType
@@ -17,10 +17,12 @@ from typing import Any
 import torch
 
 from fnllm.fingerprint import fingerprint
+from fnllm.one_shot import one_shot_tp
 from fnllm.tensor_parallel import SINGLE, TensorParallel, process_group_tp
 from fnllm_weights import Params, Shard
 
 TIMEOUT_NAME, TIMEOUT_SECONDS = "FNLLM_TIMEOUT_S", 600.0
+ALL_REDUCE_NAME, ALL_REDUCES = "FNLLM_ALL_REDUCE", ("group", "one_shot")  # NCCL or gloo; peer memory (see one_shot.py)
 FAILED, INTERRUPTED = 1, 130  # exit statuses
 # What gloo and NCCL say on a rank that was waiting for one that is gone.
 CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
@@ -32,7 +34,7 @@ def launched() -> Shard:
 
 
 def timeout() -> timedelta:
-    """How long a rank waits for the others, from FNLLM_TIMEOUT_S (seconds); ValueError when that is no positive number."""
+    """How long a rank waits for the others: FNLLM_TIMEOUT_S seconds; ValueError when that is no positive number."""
     text = os.environ.get(TIMEOUT_NAME, str(TIMEOUT_SECONDS))
     try:
         seconds = float(text)
@@ -55,7 +57,8 @@ def join(device: torch.device) -> None:
     else:
         dist.init_process_group("gloo", timeout=timeout())
     sys.excepthook = end_rank
-    atexit.register(leave)
+    # Not through atexit: finalizers run from the newest to the oldest, so captured graphs go before the connections.
+    weakref.finalize(sys.modules[__name__], leave)
 
 
 def leave() -> None:
@@ -96,7 +99,9 @@ def local_device(device: str | torch.device | None) -> torch.device:
         return wanted
     index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if index >= count:
-        raise ValueError(f"LOCAL_RANK={index} has no GPU: this machine shows {count}; start --nproc-per-node {count} or less")
+        raise ValueError(
+            f"LOCAL_RANK={index} has no GPU: this machine shows {count}; start --nproc-per-node {count} or less"
+        )
     return torch.device("cuda", index)
 
 
@@ -110,10 +115,13 @@ def world(shard: Shard) -> TensorParallel:
     tp = process_group_tp()
     if (tp.rank, tp.size) != shard:
         raise ValueError(
-            f"these params are shard {shard.rank} of {shard.size}, and this process is rank {tp.rank} of {tp.size}; load "
-            "under torchrun, or give engine(..., tp=process_group_tp(group)) the group that holds the shards"
+            f"these params are shard {shard.rank} of {shard.size}, and this process is rank {tp.rank} of {tp.size}; "
+            "load under torchrun, or give engine(..., tp=process_group_tp(group)) the group that holds the shards"
         )
-    return tp
+    how = os.environ.get(ALL_REDUCE_NAME, ALL_REDUCES[0])
+    if how not in ALL_REDUCES:
+        raise ValueError(f"{ALL_REDUCE_NAME} must be one of {', '.join(ALL_REDUCES)}, found {how!r}")
+    return one_shot_tp(tp) if how == "one_shot" else tp
 
 
 def exchange_numbers(tp: TensorParallel, device: torch.device, numbers: list[int]) -> list[list[int]]:
@@ -141,8 +149,8 @@ def agree(params: Params, seed: int | None, **inputs: Any) -> int:
         different = [rank for rank, row in enumerate(rows) if row[place] != rows[0][place]]
         if different:
             raise ValueError(
-                f"{name} on rank{'s' * (len(different) > 1)} {', '.join(map(str, different))} differ from rank 0's; every "
-                "rank must make the same call, so build its arguments from the same data in the same order"
+                f"{name} on rank{'s' * (len(different) > 1)} {', '.join(map(str, different))} differ from rank 0's; "
+                "every rank must make the same call, so build its arguments from the same data in the same order"
             )
     return rows[0][-1]
 
@@ -177,7 +185,9 @@ def together(load: Callable[[], Params]) -> Params:
     except Exception as error:
         mine = error
     said: list[Any] = [None] * dist.get_world_size()
-    report = None if params is None else fingerprint((params.config, params.tree["norm"].dtype, params.tokenizer is None))
+    report = (
+        None if params is None else fingerprint((params.config, params.tree["norm"].dtype, params.tokenizer is None))
+    )
     dist.all_gather_object(said, report if mine is None else f"{type(mine).__name__}: {mine}")
     if mine is not None:
         raise mine

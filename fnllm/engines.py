@@ -23,6 +23,7 @@ from fnllm.edits import Edit, channels_of, edit_key, placed
 from fnllm.layers import Layers
 from fnllm.machine import Job, Machine, Variant, looks_back
 from fnllm.options import EngineOptions, resolve
+from fnllm.prompts import check_ids
 from fnllm.readback import Readback, read_back
 from fnllm.sampler import child_seed, features_of
 from fnllm.sampling import Sampling
@@ -79,7 +80,7 @@ class Engine:
 
     def init(self) -> State:
         """A state without requests and with an empty prefix cache."""
-        return State(scheduler.init(self.limits), self.machine.clock, self.variant)
+        return State(scheduler.init(self.limits), self.machine.clock, self.variant, self.params.config.vocab_size)
 
     def request(
         self,
@@ -91,12 +92,15 @@ class Engine:
         cache_tag: Any = None,
         edits: Iterable[Edit] | None = None,
         capture: Capture | Iterable[str] | None = None,
+        version: int | None = None,
     ) -> Request:
         """A request for `add`. `sample` is the number of this copy among a prompt's n; `cache_tag` keeps requests apart
         in the prefix cache that must not share blocks. `edits` and `capture`, out of what the engine was built for, are
-        the engine's own when None. Raises ValueError for others.
+        the engine's own when None. `version` spares looking at every weight again: what `machine.version_of` just said.
+        Raises ValueError for others.
         """
-        prompt, config = tuple(prompt), self.params.config
+        config = self.params.config
+        prompt = check_ids("prompt", tuple(prompt), config.vocab_size)
         edits = self.edits if edits is None else tuple(edits)
         placed(edits, self.variant.edits)
         capture = self.capture if capture is None else expand(config, as_capture(capture))
@@ -113,7 +117,7 @@ class Engine:
             min_tokens=sampling.min_tokens,
             stop_token_ids=stops,
             cache_key=scheduler.make_cache_key(
-                params=self.machine.version_of(self.params),
+                params=self.machine.version_of(self.params) if version is None else version,
                 layers=self.variant.layers,
                 edits=edit_key(edits),
                 tag=cache_tag,
@@ -177,8 +181,9 @@ class Engine:
 
 
 def job_of(state: scheduler.SchedulerState, seq_id: int) -> Job:
-    """What the device must know of a sequence that joins."""
-    job: Job = state.sequences[seq_id].request.payload
+    """What the device must know of a sequence that joins. After an `append` all it had then counts as its prompt."""
+    sequence = state.sequences[seq_id]
+    job: Job = sequence.request.payload._replace(prompt_length=sequence.prompt_len)
     return job._replace(tokens=scheduler.tokens(state, seq_id)) if looks_back(job.sampling) else job
 
 

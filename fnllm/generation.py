@@ -40,12 +40,12 @@ def generate(
 
     `sampling` is one for all or a list with one each (None: what the checkpoint recommends); with `n` > 1 a prompt's
     samples follow one another in the result. `layers` swaps layer functions. `edits` (see `Edit`) change activations:
-    some for all prompts, or a list with some (or None) for each. `capture` returns activations in `Completion.captured`:
-    sites or a `Capture` for all prompts, or a list with a `Capture` or None for each. `seed` makes the whole call
-    repeatable (requests with a seed of their own always are). Under torchrun every rank makes the same call and gets the
-    same completions; calls that differ are refused on all of them. `chat` are options of the chat template. With
-    errors="return" a refused request's completion carries its error and the others run. `options` are those of
-    `EngineOptions`. Raises TypeError or ValueError that names the argument, before anything runs.
+    some for all prompts, or a list with some (or None) for each. `capture` returns activations in
+    `Completion.captured`: sites or a `Capture` for all prompts, or a list with a `Capture` or None for each. `seed`
+    makes the whole call repeatable (requests with a seed of their own always are). Under torchrun every rank makes the
+    same call and gets the same completions; calls that differ are refused on all of them. `chat` are options of the
+    chat template. With errors="return" a refused request's completion carries its error and the others run. `options`
+    are those of `EngineOptions`. Raises TypeError or ValueError that names the argument, before anything runs.
     """
     done: dict[tuple[int, int], Completion] = {}
     for chunk in serve(params, prompts, sampling, layers, edits, capture, seed, chat, errors, progress, False, options):
@@ -113,6 +113,7 @@ def serve(
     worker = Engine(params, machine_for(params, variant, None, None, EngineOptions(**options)), variant)
     machine = worker.machine
     state = replace(machine.idle, variant=variant) if machine.idle else worker.init()
+    version = machine.version_of(params)
     tracks: dict[int, Track] = {}
     refused: list[Chunk] = []
     for index, (ids, setting) in enumerate(zip(found.ids, settings, strict=True)):
@@ -122,7 +123,13 @@ def serve(
             check_sampling(setting, vocab_size=params.config.vocab_size, has_tokenizer=params.tokenizer is not None)
             for sample in range(setting.n):
                 request = worker.request(
-                    ids, setting, seed=seed + index, sample=sample, edits=chosen[index], capture=looked[index]
+                    ids,
+                    setting,
+                    seed=seed + index,
+                    sample=sample,
+                    edits=chosen[index],
+                    capture=looked[index],
+                    version=version,
                 )
                 state, seq_id = add(state, request)
                 tracks[seq_id] = track(params, index, sample, ids, setting, live, time.perf_counter(), looked[index])
@@ -137,7 +144,7 @@ def serve(
                     params.config,
                     one.capture,
                     prompt_tokens=len(one.prompt),
-                    new_tokens=one.sampling.max_tokens,
+                    new_tokens=min(one.sampling.max_tokens, machine.options.max_model_len - len(one.prompt)),
                     dtype=machine.dtype,
                 )
                 for one in tracks.values()

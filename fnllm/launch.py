@@ -19,8 +19,8 @@ ERROR_FILE, INPUT_FILE = "FNLLM_ERROR_FILE", "FNLLM_INPUT_FILE"  # environment o
 def run(argv: Sequence[str], size: int, text: str | None = None) -> int:
     """Run `fnllm ARGV` on `size` ranks and wait; 0 if all went well, else the status of the rank that failed first.
 
-    Every rank reads `text` as its standard input. Rank 0 has the terminal. When a rank fails the others are ended, and what
-    it said, its error or else its stderr, is written to stderr here.
+    Every rank reads `text` as its standard input. Rank 0 has the terminal. When a rank fails the others are ended, and
+    what it said, its error or else its stderr, is written to stderr here.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

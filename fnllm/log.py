@@ -1,4 +1,4 @@
-"""What was done to a state, as data: a log of events that gives the same tokens and block tables each time it is run."""
+"""What was done to a state, as data: a log of events that gives the same tokens and block tables whenever it is run."""
 
 import difflib
 from collections.abc import Callable, Iterable
@@ -24,7 +24,8 @@ def event(name: str, *args: Any, **options: Any) -> Event:
     """
     if name not in EVENTS:
         close = difflib.get_close_matches(name, EVENTS, n=1)
-        raise ValueError(f"unknown event {name!r}; {f'did you mean {close[0]!r}?' if close else f'known: {sorted(EVENTS)}'}")
+        advice = f"did you mean {close[0]!r}?" if close else f"known: {sorted(EVENTS)}"
+        raise ValueError(f"unknown event {name!r}; {advice}")
     return Event(name, args, tuple(options.items()))
 
 

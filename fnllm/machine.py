@@ -1,6 +1,7 @@
 """The machine that steps run on (effect): the cache pool, the rows on the device, the compiled steps, and which step
 last wrote each block. It holds no request and decides nothing; plans come from the scheduler."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -160,10 +161,10 @@ class Machine:
         """Bring cache and rows to where the plan starts: block copies, joining rows, grown block tables."""
         source, target = plan.copies
         if len(source):
+            self.written[target] = self.clock
             at, to = (send(torch.from_numpy(x.astype(np.int64)), self.device) for x in plan.copies)
             for k, v in zip(self.resident.cache.k, self.resident.cache.v, strict=True):
                 copy_blocks(k, v, at, to)
-            self.written[target] = self.clock
         if plan.joins:
             jobs = [job_of(join.seq_id) for join in plan.joins]
             self.join(plan, jobs)
@@ -187,7 +188,10 @@ class Machine:
         rows = self.resident.rows
         sampler = rows_from_sampling(
             [job.sampling for job in jobs],
-            features=features,
+            # Tables once widened stay so.
+            features=dataclasses.replace(
+                features, stops=rows.sampler.stop_ids.shape[1], bias=rows.sampler.bias_ids.shape[1]
+            ),
             prompt_lengths=[job.prompt_length for job in jobs],
             seeds=[job.seed for job in jobs],
             eos_token_ids=self.config.eos_token_ids,
@@ -212,8 +216,10 @@ class Machine:
         """Make room in the rows for longer lists of stop ids and biases; graphs that hold the old rows are dropped."""
         self.batch_features = features
         sampler = self.resident.rows.sampler
-        if features.stops > sampler.stop_ids.shape[1] or features.bias > sampler.bias_ids.shape[1]:
-            rows = self.resident.rows._replace(sampler=widen_rows(sampler, features))
+        stops, bias = sampler.stop_ids.shape[1], sampler.bias_ids.shape[1]
+        if features.stops > stops or features.bias > bias:
+            wide = dataclasses.replace(features, stops=max(stops, features.stops), bias=max(bias, features.bias))
+            rows = self.resident.rows._replace(sampler=widen_rows(sampler, wide))
             self.resident = self.resident._replace(rows=rows)
             self.runners.clear()
             self.last_runner = (None, None, None)
@@ -226,12 +232,22 @@ class Machine:
                 features = union(features, self.features[row])
             self.batch_rows = plan.rows
             self.batch_features = features
+            if features.logits_fns:
+                self.number_functions(plan.rows, features.logits_fns)
         return rounded(self.batch_features)
 
     def context_bound(self, plan: Plan) -> int:
         """One of two bounds on the keys of this step's sequences, so that few steps are compiled."""
         longest, limit = int(plan.starts.max()) + 1, self.options.max_model_len
+        assert limit is not None  # `resolve` has decided it
         return SHORT_CONTEXT if longest <= SHORT_CONTEXT < limit else limit
+
+    def number_functions(self, rows: np.ndarray, functions: tuple[Callable, ...]) -> None:
+        """Write each row's logits_fn as its place among the batch's, which other rows may have changed."""
+        own = [self.features[row].logits_fns for row in rows.tolist()]
+        numbers = torch.tensor([functions.index(fns[0]) if fns else -1 for fns in own], dtype=torch.int32)
+        where = send(torch.from_numpy(rows.astype(np.int64)), self.device)
+        self.resident.rows.sampler.logits_fn.index_copy_(0, where, send(numbers, self.device))
 
     def mark_written(self, plan: Plan) -> None:
         decode = slice(0, plan.num_decode)

@@ -66,6 +66,14 @@ def pair_sampling(count: int, sampling: Any) -> tuple[Sampling, ...]:
     return tuple(sampling)
 
 
+def check_ids(name: str, ids: Sequence[Any], vocab_size: int) -> tuple[int, ...]:
+    """Token ids as plain integers; TypeError or ValueError that begins with `name` for what is no id of the model."""
+    checked = _attempt(name, _checked_ids, ids, vocab_size)
+    if isinstance(checked, Exception):
+        raise checked
+    return checked
+
+
 def _listed(prompts: Any) -> tuple[list[Any], bool]:
     """(list of prompts, whether the caller gave a single one)."""
     if isinstance(prompts, str):

@@ -34,7 +34,7 @@ def write_joins(
     row: Sequence[int],
     length: Sequence[int],
     prompt_length: Sequence[int],
-    block_tables: Sequence[Sequence[int]],
+    block_tables: Sequence[np.ndarray],
     sampler: SamplerRows,
     histories: Sequence[Sequence[int]],
 ) -> None:

@@ -22,7 +22,7 @@ from fnllm.prompts import normalise
 from fnllm.rope import Rope, make_rope, rope_tables
 from fnllm.rows import choices_of
 from fnllm.sampler import log_normaliser, masked_logits, token_logprobs, top_tokens
-from fnllm.taps import Taps, whole_site, whole_sites
+from fnllm.taps import Taps, no_taps, whole_site, whole_sites
 from fnllm.tensor_parallel import SINGLE, TensorParallel
 from fnllm.trial import watched_layers
 from fnllm_weights import Params, local_sizes
@@ -48,7 +48,7 @@ class Pass(NamedTuple):
 
 def score(
     params: Params,
-    sequences: Sequence[Sequence[int]],
+    sequences: Sequence[Any],
     *,
     layers: Layers | None = None,
     edits: Sequence[Any] = (),
@@ -58,7 +58,7 @@ def score(
     max_batched_tokens: int = 16384,
     tp: TensorParallel | None = None,
 ) -> list[Any]:
-    """Log-probability of each token after the first, given those before it: a Float[Tensor, "len-1"] per sequence.
+    """Log-probability of each token after the first, given those before it: a Float[Tensor, "len-1"] per text or ids.
 
     From raw logits, without temperature or filters. Differentiable with respect to `params.tree`, and to the values of
     edits, in grad mode; `checkpoint` recomputes each sublayer in the backward pass instead of keeping its activations.
@@ -191,7 +191,11 @@ def packed_taps(edits: Sequence[Sequence[Edit]], capture: tuple[str, ...], devic
 
 
 def context(
-    params: Params, batch: Batch, layers: Layers, taps: Taps = Taps(), tp: TensorParallel = SINGLE  # noqa: B008  values
+    params: Params,
+    batch: Batch,
+    layers: Layers,
+    taps: Taps | None = None,
+    tp: TensorParallel = SINGLE,
 ) -> Context:
     """The context of a forward pass without a cache."""
     return Context(
@@ -204,7 +208,7 @@ def context(
         backend=BACKEND,
         max_context=0,
         metadata=None,
-        taps=taps,
+        taps=taps or no_taps(),
     )
 
 

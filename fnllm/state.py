@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fnllm import scheduler
+from fnllm.prompts import check_ids
 from fnllm.sampler import child_seed
 from fnllm.scheduler import Request, SchedulerState
 
@@ -19,6 +20,7 @@ class State:
     scheduler: SchedulerState
     clock: int = 0
     variant: Any = None  # the layers, edits and captures that compute what the cache holds
+    vocab_size: int | None = None  # tokens that are appended must be below it
 
 
 def add(state: State, request: Request) -> tuple[State, int]:
@@ -40,7 +42,13 @@ def fork(state: State, seq_id: int, *, seed: int | None = None) -> tuple[State, 
 
 
 def append(state: State, seq_id: int, tokens: Sequence[int] = (), *, max_tokens: int | None = None) -> State:
-    """Put tokens behind a sequence and let it go on, for `max_tokens` more (None: as its request says)."""
+    """Put tokens behind a sequence and let it go on, for `max_tokens` more (None: as its request says).
+
+    Raises ValueError for ids outside the vocabulary, and for more tokens than can ever run.
+    """
+    tokens = tuple(tokens)
+    if tokens and state.vocab_size is not None:
+        tokens = check_ids("tokens", tokens, state.vocab_size)
     return replace(state, scheduler=scheduler.append(state.scheduler, seq_id, tokens, max_tokens))
 
 

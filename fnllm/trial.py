@@ -66,7 +66,8 @@ def watched(
         for name, x, seen in before:
             if version(x) != seen:
                 raise RuntimeError(
-                    f"{called} changed its {name} in place; others still read it: return a new tensor (x + y, not x += y)"
+                    f"{called} changed its {name} in place; others still read it: return a new tensor "
+                    "(x + y, not x += y)"
                 )
         if expected is not None:
             compare(called, y, expected(*args))
@@ -79,13 +80,15 @@ def watched(
 
 def trace(called: str, function: Callable[..., Any], args: list, named: dict) -> None:
     """Raise TypeError, with the reason, when torch.compile cannot trace the function as a whole."""
+    from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
+
     try:
         torch.compile(function, backend="eager", fullgraph=True)(*args, **named)
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except TorchDynamoException as error:
         reason = " ".join(str(error).split("\n\n")[0].split())
         raise TypeError(
-            f"{called} cannot be traced by torch.compile: {reason}. Write it without branches on tensor values, .item() "
-            "and effects, or run it as it is with compile='none'"
+            f"{called} cannot be traced by torch.compile: {reason}. Write it without branches on tensor values, "
+            ".item() and effects, or run it as it is with compile='none'"
         ) from error
 
 
@@ -98,8 +101,8 @@ def compare(called: str, y: Any, wanted: tuple[tuple[int, ...], torch.dtype] | N
         raise TypeError(f"{called} must return a tensor of shape {shape} and {dtype}, found {type(y).__name__}")
     if tuple(y.shape) != shape:
         raise ValueError(
-            f"{called} must return shape {shape} (in this trial of {TOKENS} tokens), found {tuple(y.shape)}; a step has one "
-            "row for each of its tokens, and state across steps lives in the cache alone"
+            f"{called} must return shape {shape} (in this trial of {TOKENS} tokens), found {tuple(y.shape)}; a step "
+            "has one row for each of its tokens, and state across steps lives in the cache alone"
         )
     if y.dtype != dtype:
         raise TypeError(f"{called} must return {dtype}, found {y.dtype}; cast the result with .to(x.dtype)")
@@ -111,7 +114,7 @@ def version(x: Tensor) -> int:
 
 
 def leaves(args: tuple) -> Iterator[tuple[str, Tensor]]:
-    """Tensors among a function's arguments, and inside the dicts among them, with names; what `ctx` holds is not its own."""
+    """Tensors among a function's arguments, and in dicts among them, with names; what `ctx` holds is not its own."""
     for index, arg in enumerate(args):
         if isinstance(arg, Tensor):
             yield f"argument {index + 1}", arg

@@ -1,6 +1,7 @@
 """What all tests share: which kinds of test run where, and one thread for each process."""
 
 import os
+import shutil
 import sys
 
 import pytest
@@ -10,20 +11,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests that need a GPU where there is none; under shape checking leave out those that compile.
+    """Skip tests that need what this machine has not; under shape checking leave out those that compile.
 
     torch.compile cannot trace functions whose shapes are checked, so the two never run in one process.
     """
-    if any(item.get_closest_marker("gpu") for item in items):
+    marked = {kind: [item for item in items if item.get_closest_marker(kind)] for kind in ("gpu", "compiled")}
+    if marked["gpu"]:
         import torch
 
         if not torch.cuda.is_available():
-            for item in items:
-                if item.get_closest_marker("gpu"):
-                    item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            for item in marked["gpu"]:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
+        for item in marked["compiled"]:
+            item.add_marker(pytest.mark.skip(reason="torch.compile needs a C++ compiler here"))
     if config.getoption("--jaxtyping-packages", default=None):
-        compiling = [item for item in items if item.get_closest_marker("compiled")]
-        config.hook.pytest_deselected(items=compiling)
+        config.hook.pytest_deselected(items=marked["compiled"])
         items[:] = [item for item in items if not item.get_closest_marker("compiled")]
 
 

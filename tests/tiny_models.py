@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import fnllm
 import tokenizers
 import torch
+from tokenizers import decoders, models, pre_tokenizers
+from torch import Tensor
+
+import fnllm
 from fnllm.layers import Layers
 from fnllm.rope import make_rope
 from fnllm.scoring import context, packed_batch
@@ -16,8 +19,6 @@ from fnllm_weights import ModelConfig, Params
 from fnllm_weights.init import init
 from fnllm_weights.params import walk
 from fnllm_weights.tokenizer import make_tokenizer
-from tokenizers import decoders, models, pre_tokenizers
-from torch import Tensor
 
 torch.set_num_threads(1)  # on tensors this small more threads only wait for one another
 
@@ -64,7 +65,7 @@ def tiny(seed: int = 0, **fields: Any) -> Params:
     return Params(config, None, tree, workspace={})
 
 
-WORDS = ("<s>", "</s>", "<end>", "x", "ab", "cd", "e", "a", "b", "c", "d", ",", " ")
+WORDS = ("<s>", "</s>", "<end>", "x", "ab", "cd", "e", "a", "b", "c", "d", ",", " ", "Ã", "©")  # the last two spell é
 
 
 @functools.cache
@@ -91,7 +92,8 @@ def speller(follow: tuple[int, ...], eos: tuple[int, ...] = (1,), defaults: tupl
 def spelling_tokenizer():
     """A byte-level tokenizer of WORDS; the first three are special."""
     words = [word.replace(" ", "Ġ") for word in WORDS]
-    backend = tokenizers.Tokenizer(models.BPE(dict(zip(words, range(len(words)), strict=True)), [("a", "b"), ("c", "d")]))
+    vocab = {word: index for index, word in enumerate(words)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [("a", "b"), ("c", "d")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([tokenizers.AddedToken(word, special=True) for word in WORDS[:3]])

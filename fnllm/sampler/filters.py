@@ -21,8 +21,6 @@ from fnllm.sampler.rows import SamplerRows
 from fnllm.tensor_parallel import TensorParallel
 from fnllm_kernels.threshold import DIGIT, MINUS_INFINITY, key_to_float, masses, measure_above, reach, search_range
 
-# Smaller temperatures act like this one; it keeps the division below out of float32's denormals, which GPUs may flush.
-SMALLEST_TEMPERATURE = 1e-30
 EVERYTHING = 2**62
 
 
@@ -54,7 +52,8 @@ def keep_mask(
     """
     source = Source(logits, logits.shape[1]) if source is None else source
     top = tp.all_reduce_max(logits.amax(-1))
-    temperature = rows.temperature.clamp(min=SMALLEST_TEMPERATURE)
+    # Not 0, which divides, nor denormal, which a GPU may flush to 0; filters do not matter to such rows.
+    temperature = rows.temperature.clamp(min=1e-30)
     keep = torch.ones_like(logits, dtype=torch.bool)
     if features.top_k or features.top_p:
         if features.candidates:

@@ -38,7 +38,7 @@ def sample(
     vocab_size: int | None = None,
     history: History | None = None,
     tp: TensorParallel = SINGLE,
-    kernels: bool = False,
+    kernels: bool = True,
 ) -> Sampled:
     """Draw one id per row from this rank's slice of the logits, [vocab_start, vocab_start + V), and the other ranks'.
 
@@ -59,7 +59,10 @@ def sample(
     if kernels and not needs_logits(features):
         # nothing reads the logits but the draw: they are not copied to float32
         source = Source(logits, _valid(vocab_start, vocab_limit, logits.shape[1]))
-        return Sampled(draw(logits, rows, positions, features=features, vocab_start=vocab_start, tp=tp, source=source, kernels=True))
+        found = draw(
+            logits, rows, positions, features=features, vocab_start=vocab_start, tp=tp, source=source, kernels=True
+        )
+        return Sampled(found)
     width = vocab_limit if vocab_size is None else vocab_size
     # Log-probabilities are those of the model's whole vocabulary, which scoring sees, too.
     raw = masked_logits(logits, vocab_start, width)
@@ -103,7 +106,7 @@ def draw(
     vocab_start: int = 0,
     tp: TensorParallel = SINGLE,
     source: Source | None = None,
-    kernels: bool = False,
+    kernels: bool = True,
 ) -> Int[Tensor, " B"]:
     """Temperature, filters and the draw, for float32 logits without NaN; `source` as in `keep_mask`."""
     source = Source(logits, logits.shape[1]) if source is None else source

@@ -1,7 +1,17 @@
 """The scheduler: which tokens of which sequences each step computes, and in which blocks of the cache.
 
-Pure functions over an immutable state: `init`, `add`, `schedule`, `commit`, and the edits `finish`, `abort`, `fork`,
-`truncate`, `append`, `preempt`, `park`, `invalidate`. No torch, no model, no clock, nothing random.
+    state = init(SchedulerConfig(...))
+    state, seq_id = add(state, Request(prompt, max_tokens))
+    state, plan = schedule(state)           # may be called again before the commit: plans then are in flight
+    state, events = commit(state, plan, tokens)
+
+Beside these: `finish`, `abort`, `fork`, `truncate`, `append`, `preempt`, `park`, `invalidate` change sequences from
+outside; `tokens`, `metrics`, `show`, `check` read a state. Pure functions over an immutable state: no torch, no model,
+no clock, nothing random, and no decision that depends on the order of a hash table: every rank that makes the same
+calls gets the same plans. The output of a sequence never depends on chunks, preemption, order, forks or cache hits.
+
+Any old state can be continued. There is one cache on the device, though: whoever goes back to a state calls `park` on
+it, and `invalidate` with the blocks that plans have written since.
 """
 
 from .accept import commit

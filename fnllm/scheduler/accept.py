@@ -41,6 +41,10 @@ def commit(state: SchedulerState, plan: Plan, tokens: Integer[np.ndarray, " B"])
     changes, columns = _fill_blocks(state, plan, ends, crossing) if crossing.size else ({}, {})
     tail, length = rows.tail.copy(), rows.known.copy()
     tail.reshape(-1)[tails + places] = new
+    if accepted is not None:
+        for entry in accepted[plan.num_decode :].nonzero()[0].tolist():  # the first tokens of their rows
+            sequence: Sequence = state.sequences[int(plan.seq_ids[plan.num_decode + entry])]
+            tail[sequence.row, : len(sequence.tail) // 4] = np.frombuffer(sequence.tail, np.int32)
     length[row] = at + 1
     rows = update_rows(rows, tail=tail, known=length, **columns)
     counters = evolve(state.counters, accepted_tokens=state.counters.accepted_tokens + len(new))
@@ -91,20 +95,20 @@ def _fill_blocks(
         taken.tolist(), plan.seq_ids[crossing].tolist(), first_blocks, last_blocks.tolist(), strict=True
     ):
         sequence: Sequence = sequences[seq_id]
-        blocks, numbers, new = sequence.blocks, sequence.numbers, -1
+        blocks, tail, numbers, new = sequence.blocks, sequence.tail, sequence.numbers, -1
         if len(blocks) < last:  # the block was completed by sampled tokens: they are the row's tail
-            blocks = (*blocks, state.rows.tail[row].tobytes())
+            blocks, tail = (*blocks, state.rows.tail[row].tobytes()), b""
         if shares(state, sequence):
             for index in range(first, last):
                 key = (numbers[index - 1] if index else root(sequence), blocks[index])
                 items.append((key, sequence.table[index], numbers[index] if index < len(numbers) else -1, seq_id))
             new = len(items) - 1 if len(numbers) < last else -1
         if new >= 0 or blocks is not sequence.blocks:
-            moved.append((seq_id, sequence, blocks, new))
+            moved.append((seq_id, sequence, blocks, tail, new))
     pool, given = publish(state.pool, items)
-    for seq_id, sequence, blocks, new in moved:
+    for seq_id, sequence, blocks, tail, new in moved:
         numbers = (*sequence.numbers, given[new]) if new >= 0 else sequence.numbers
-        sequences[seq_id] = evolve(sequence, blocks=blocks, numbers=numbers)
+        sequences[seq_id] = evolve(sequence, blocks=blocks, tail=tail, numbers=numbers)
     return {"sequences": sequences.finish(), "pool": pool}, {"filled": filled}
 
 

@@ -155,12 +155,9 @@ def _seat(state: SchedulerState, entrants: list[Entrant]) -> SchedulerState:
         "joined": state.next_step,
         "decoding": False,
     }
-    changed = {name: getattr(rows, name).copy() for name in (*columns, "tail")}
+    changed = {name: getattr(rows, name).copy() for name in columns}
     for name, values in columns.items():
         changed[name][taken] = values
-    for row, sequence in zip(taken, sequences, strict=True):
-        tail = np.frombuffer(sequence.tail, np.int32)
-        changed["tail"][row, : len(tail)] = tail
     stops = rows.stops
     if not all(stops[_stop_bits(sequence)].all() for sequence in sequences):
         # Made anew from all that run, so that it does not fill up over time.

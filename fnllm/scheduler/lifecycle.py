@@ -11,7 +11,7 @@ from .line import remove
 from .request import Request, Sequence, cut_tokens, slice_tokens
 from .request import known as known_tokens
 from .residency import drop_blocks, find, leave, queue, store
-from .state import SchedulerState
+from .state import SchedulerState, tail_of
 
 
 def add(state: SchedulerState, request: Request) -> tuple[SchedulerState, int]:
@@ -83,8 +83,7 @@ def packed_tokens(state: SchedulerState, seq_id: int) -> bytes:
     sequence, size = find(state, seq_id), state.config.block_size
     if sequence.row < 0:
         return slice_tokens(sequence, 0, known_tokens(sequence), size)
-    count = int(state.rows.known[sequence.row]) - size * len(sequence.blocks)
-    return b"".join(sequence.blocks) + state.rows.tail[sequence.row, :count].tobytes()
+    return b"".join(sequence.blocks) + tail_of(state.rows, sequence)
 
 
 def tokens(state: SchedulerState, seq_id: int) -> tuple[int, ...]:

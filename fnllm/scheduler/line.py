@@ -1,10 +1,10 @@
 """A persistent line of distinct non-negative ints: join or leave at either end or in the middle in O(1).
 
 The waiting queue, the free blocks and the cached blocks in order of last use are such lines. A line is a doubly linked
-list whose links are a hash trie (`immutables.Map`), so an old line stays valid and shares nearly all memory.
+list whose links are a persistent `Map`, so an old line stays valid and shares nearly all memory.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -28,12 +28,14 @@ class Line:
         return item in self.links
 
 
-def push_back(line: Line, items: Iterable[int]) -> Line:
+def push_back(line: Line, items: Sequence[int]) -> Line:
     """The line with `items` joined at its end, in order.
 
     >>> list(iterate(push_back(push_back(Line(), [4, 2]), [7])))
     [4, 2, 7]
     """
+    if not items:
+        return line
     links, first, last = line.links.mutate(), line.first, line.last
     for item in items:
         links[item] = (last, END)
@@ -45,12 +47,14 @@ def push_back(line: Line, items: Iterable[int]) -> Line:
     return Line(links.finish(), first, last)
 
 
-def push_front(line: Line, items: Iterable[int]) -> Line:
+def push_front(line: Line, items: Sequence[int]) -> Line:
     """The line with `items` put before its start one after the other, so the last of them comes out first.
 
     >>> list(iterate(push_front(push_back(Line(), [4]), [2, 7])))
     [7, 2, 4]
     """
+    if not items:
+        return line
     links, first, last = line.links.mutate(), line.first, line.last
     for item in items:
         links[item] = (END, first)
@@ -62,12 +66,14 @@ def push_front(line: Line, items: Iterable[int]) -> Line:
     return Line(links.finish(), first, last)
 
 
-def remove(line: Line, items: Iterable[int]) -> Line:
+def remove(line: Line, items: Sequence[int]) -> Line:
     """The line without `items`, each of which must be in it.
 
     >>> list(iterate(remove(push_back(Line(), [4, 2, 7, 1]), [2, 1])))
     [4, 7]
     """
+    if not items:
+        return line
     links, first, last = line.links.mutate(), line.first, line.last
     for item in items:
         before, after = links.pop(item)

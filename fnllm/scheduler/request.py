@@ -65,7 +65,7 @@ class Sequence:
     prompt_len: int  # tokens before the present turn's output
     limit: int  # the length at which it ends
     blocks: tuple[bytes, ...]  # the known tokens, one packed int32 array for each full block
-    tail: bytes  # (*) the known tokens after those; of a running sequence, as it was when it got its row
+    tail: bytes  # (*) the known tokens after those; in a row, as on joining, and empty once they fill a block
     table: tuple[int, ...] = ()
     numbers: tuple[int, ...] = ()  # number of each full block's prefix, so far as known; empty if it does not share
     filled: int = 0  # (*) leading blocks of the table whose filling is committed
@@ -89,7 +89,7 @@ def key_of(sequence: Sequence, index: int) -> Key:
 
 
 def known(sequence: Sequence) -> int:
-    """Tokens with known values, of a sequence that does not run."""
+    """Tokens with known values in the record: all, unless the sequence runs and has sampled some since it joined."""
     size = len(sequence.blocks[0]) if sequence.blocks else 0
     return (len(sequence.blocks) * size + len(sequence.tail)) // 4
 

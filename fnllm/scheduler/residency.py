@@ -9,7 +9,7 @@ from .evolve import evolve
 from .line import push_back, push_front, remove
 from .pool import drop, idle, take, withdraw
 from .request import Sequence, key_of, known
-from .state import EMPTY, SchedulerState, in_flight, update_rows
+from .state import EMPTY, SchedulerState, in_flight, tail_of, update_rows
 
 
 def find(state: SchedulerState, seq_id: int) -> Sequence:
@@ -37,7 +37,7 @@ def leave(state: SchedulerState, seq_ids: Iterable[int]) -> SchedulerState:
         if filled < len(sequence.numbers):
             keys = [key_of(sequence, index) for index in range(filled, len(sequence.numbers))]
             pool = withdraw(pool, keys, number)
-        tail = rows.tail[row, : rows.known[row] - len(blocks) * size].tobytes()
+        tail = tail_of(rows, sequence)
         if len(tail) == 4 * size:  # full, and its last token's step is not committed
             blocks, tail = (*blocks, tail), b""
         sequences[number] = evolve(
@@ -146,17 +146,22 @@ def preempt(state: SchedulerState, seq_id: int) -> SchedulerState:
     return store(state, seq_id, sequence)
 
 
-def park(state: SchedulerState, seq_id: int) -> SchedulerState:
-    """Takes a running sequence off its row with its blocks kept; the next plan that runs it has a `Join` for it.
+def park(state: SchedulerState, seq_id: int | None = None) -> SchedulerState:
+    """Takes a running sequence, or all of them, off its row with its blocks kept; a later plan has a `Join` for it.
 
-    For an engine whose device has lost the rows but not the cache. It waits for its tokens in flight, as in `preempt`.
+    For an engine whose device has lost the rows but not the cache. It waits for its tokens in flight, as in `preempt`;
+    the oldest is the first in line. Nothing changes for a sequence that does not run.
     """
-    if find(state, seq_id).row < 0:
-        return state
-    state = leave(state, [seq_id])
-    sequence = state.sequences[seq_id]
-    state, sequence = cut_back(state, sequence, known(sequence) + sequence.pending - 1)
-    return queue(store(state, seq_id, sequence), seq_id, front=True)
+    if seq_id is None:
+        parked = np.sort(state.rows.seq_id[state.rows.seq_id != EMPTY])[::-1].tolist()
+    else:
+        parked = [seq_id] if find(state, seq_id).row != EMPTY else []
+    state = leave(state, parked)
+    for number in parked:
+        sequence = state.sequences[number]
+        state, sequence = cut_back(state, sequence, known(sequence) + sequence.pending - 1)
+        state = queue(store(state, number, sequence), number, front=True)
+    return state
 
 
 def reclaim_newest(state: SchedulerState) -> SchedulerState:

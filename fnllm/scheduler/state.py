@@ -14,7 +14,7 @@ from .evolve import evolve
 from .line import Line
 from .pmap import Map
 from .pool import Pool
-from .request import Sequence
+from .request import Sequence, known
 
 EMPTY = -1
 STOP_BITS = 0xFFFF
@@ -34,7 +34,7 @@ class Rows:
     filled: Int32[np.ndarray, " R"]  # leading blocks whose filling is committed
     joined: Int32[np.ndarray, " R"]  # the plan in which the sequence got the row
     decoding: Bool[np.ndarray, " R"]  # its prompt is done: its next input token is one that the device sampled
-    tail: Int32[np.ndarray, "R S"]  # the known tokens after those in the sequence's full blocks
+    tail: Int32[np.ndarray, "R S"]  # the known tokens after its full blocks, from the first one sampled in the row on
     stops: Bool[np.ndarray, " 65536"]  # whether a token with these last 16 bits may be a stop id of one of them
 
 
@@ -173,6 +173,14 @@ def init(config: SchedulerConfig) -> SchedulerState:
 def in_flight(rows: Rows, row: int) -> int:
     """Tokens of a running sequence sampled in plans that are not committed."""
     return int(rows.computed[row] + 1 - rows.known[row]) if rows.decoding[row] else 0
+
+
+def tail_of(rows: Rows, sequence: Sequence) -> bytes:
+    """The known tokens of a running sequence after its full blocks, packed as int32."""
+    if rows.known[sequence.row] == known(sequence):  # nothing is sampled in this row yet
+        return sequence.tail
+    count = int(rows.known[sequence.row]) - len(sequence.blocks) * rows.tail.shape[1]
+    return rows.tail[sequence.row, :count].tobytes()
 
 
 def update_rows(rows: Rows, **columns: np.ndarray) -> Rows:

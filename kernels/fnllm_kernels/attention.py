@@ -88,11 +88,11 @@ def attention_metadata(
             block_tables, cu_seqlens_q, context_lens,
             num_tokens=num_tokens, block_size=block_size, window=window, dtype=dtype,
         )  # fmt: skip
-    if backend == "fa3" and context_lens.is_cuda:
+    decode = max_seqlen_q == 1 and num_tokens == context_lens.shape[0]
+    if backend == "fa3" and context_lens.is_cuda and decode:
         return attention_flash.fa3_metadata(
-            context_lens, cu_seqlens_q if max_seqlen_q > 1 or num_tokens != context_lens.shape[0] else None,
-            num_heads, num_kv_heads, head_dim, block_size, max_blocks, max_seqlen_q, dtype, window,
-        )  # fmt: skip
+            context_lens, num_heads, num_kv_heads, head_dim, block_size, max_blocks, dtype, window
+        )
     if backend == "triton" and max_seqlen_q == 1 and context_lens.is_cuda:
         return attention_triton.triton_metadata(context_lens, cu_seqlens_q, num_kv_heads, head_dim, dtype, window)
     return None
@@ -148,7 +148,7 @@ def _check(q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, backen
     "fnllm::paged_attention",
     mutates_args=(),
     schema="(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor cu_seqlens_q, Tensor context_lens, "
-    "int max_seqlen_q, float scale, int window, str backend, Tensor? metadata, int max_context) -> Tensor",
+    "SymInt max_seqlen_q, float scale, int window, str backend, Tensor? metadata, SymInt max_context) -> Tensor",
 )
 def _paged_attention_op(
     q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,

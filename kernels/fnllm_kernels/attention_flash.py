@@ -47,6 +47,9 @@ def paged_attention_fa3(
         window_size_left=left,
         window_size_right=right,
         scheduler_metadata=metadata,
+        # Prompts fill the machine without being split; left to itself the package may split their keys by the width of
+        # the page table, and combining the parts then costs more than the attention.
+        num_splits=0 if decode else 1,
     )
     if not decode:
         zero_tail(out, cu_seqlens_q)
@@ -55,27 +58,21 @@ def paged_attention_fa3(
 
 def fa3_metadata(
     context_lens: Int[Tensor, " B"],
-    cu_seqlens_q: Int[Tensor, " B_plus_1"] | None,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
     block_size: int,
     max_blocks: int,
-    max_seqlen_q: int,
     dtype: torch.dtype,
     window: int,
 ) -> Int[Tensor, " size"]:
-    """How FlashAttention 3 divides this step's work; without it each layer runs one more kernel.
-
-    cu_seqlens_q is None in decode, where each row is its own sequence.
-    """
+    """How FlashAttention 3 divides a decode step's work; without it each layer runs one more kernel."""
     return _fa3_metadata_op(
-        context_lens, cu_seqlens_q, num_heads, num_kv_heads, head_dim, block_size, max_blocks, max_seqlen_q,
-        dtype, window,
-    )  # fmt: skip
+        context_lens, num_heads, num_kv_heads, head_dim, block_size, max_blocks, dtype, window
+    )
 
 
-def _metadata_size(batch: int, head_dim: int, max_keys: int, max_seqlen_q: int, window: int) -> int:
+def _metadata_size(batch: int, head_dim: int, max_keys: int, window: int) -> int:
     """Entries of FA3's metadata: a counter, and up to four vectors of B rounded up to 4.
 
     Two vectors are always there; full attention sorts the sequences by a third, causal and local attention order the
@@ -83,26 +80,26 @@ def _metadata_size(batch: int, head_dim: int, max_keys: int, max_seqlen_q: int, 
     `mha_fwd_get_scheduler_metadata` in the package's flash_api.cpp.
     """
     local = 0 < window < max_keys
-    orders_heads = local or max_seqlen_q > 1 or 64 < head_dim <= 128
+    orders_heads = local or 64 < head_dim <= 128
     return 1 + (batch + 3) // 4 * 4 * (2 + (not local) + orders_heads)
 
 
 @torch.library.custom_op(
     "fnllm::fa3_metadata",
     mutates_args=(),
-    schema="(Tensor context_lens, Tensor? cu_seqlens_q, int num_heads, int num_kv_heads, int head_dim, int block_size, "
-    "int max_blocks, int max_seqlen_q, ScalarType dtype, int window) -> Tensor",
+    schema="(Tensor context_lens, int num_heads, int num_kv_heads, int head_dim, int block_size, int max_blocks, "
+    "ScalarType dtype, int window) -> Tensor",
 )
 def _fa3_metadata_op(
-    context_lens, cu_seqlens_q, num_heads, num_kv_heads, head_dim, block_size, max_blocks, max_seqlen_q, dtype, window
+    context_lens, num_heads, num_kv_heads, head_dim, block_size, max_blocks, dtype, window
 ):
     left, right = (window - 1, 0) if window else (-1, -1)
     batch, max_keys = context_lens.shape[0], max_blocks * block_size
     made = _fa3().get_scheduler_metadata(
-        batch, max_seqlen_q, max_keys, num_heads, num_kv_heads, head_dim, head_dim, dtype, context_lens.contiguous(),
-        cu_seqlens_q, page_size=block_size, is_causal=True, window_size_left=left, window_size_right=right,
+        batch, 1, max_keys, num_heads, num_kv_heads, head_dim, head_dim, dtype, context_lens.contiguous(),
+        None, page_size=block_size, is_causal=True, window_size_left=left, window_size_right=right,
     )  # fmt: skip
-    expected = _metadata_size(batch, head_dim, max_keys, max_seqlen_q, window)
+    expected = _metadata_size(batch, head_dim, max_keys, window)
     if made.numel() != expected:
         raise RuntimeError(
             f"fa3: this build's scheduler metadata has {made.numel()} entries for a batch of {batch}, expected "
@@ -113,9 +110,9 @@ def _fa3_metadata_op(
 
 @_fa3_metadata_op.register_fake
 def _fa3_metadata_fake(
-    context_lens, cu_seqlens_q, num_heads, num_kv_heads, head_dim, block_size, max_blocks, max_seqlen_q, dtype, window
+    context_lens, num_heads, num_kv_heads, head_dim, block_size, max_blocks, dtype, window
 ):
-    size = _metadata_size(context_lens.shape[0], head_dim, max_blocks * block_size, max_seqlen_q, window)
+    size = _metadata_size(context_lens.shape[0], head_dim, max_blocks * block_size, window)
     return context_lens.new_empty(size, dtype=torch.int32)
 
 

@@ -86,8 +86,8 @@ if triton is not None:
     @triton.jit
     def attend_keys(state, queries_even, queries_odd, keys, values, at, lower, last,
                     G: tl.constexpr, KW: tl.constexpr, KI: tl.constexpr):  # fmt: skip
-        """The softmax states of G query heads, each (peak, sum [KW, 1, 1], evens, odds [KW, 1, P]), with one more tile of
-        keys. All stays in three dimensions, so that no value has to move to another thread."""
+        """The softmax states of G query heads, each (peak, sum [KW, 1, 1], evens, odds [KW, 1, P]), with one more tile
+        of keys. All stays in three dimensions, so that no value has to move to another thread."""
         key = at + tl.arange(0, KW)[:, None, None] * KI + tl.arange(0, KI)[None, :, None]
         inside = (key < last) & (key >= lower)
         key_even, key_odd = unpack(keys)

@@ -147,8 +147,9 @@ def _decode_attention(
             context_lens, slots, counters, num_heads, scale, window,
         )  # fmt: skip
     return decode_attention_reference(
-        qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, block_tables, context_lens, slots, num_heads, scale, window
-    )
+        qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, block_tables, context_lens, slots, num_heads, scale,
+        window,
+    )  # fmt: skip
 
 
 @_decode_attention.register_fake
@@ -185,7 +186,7 @@ def decode_attention(
     if num_heads % kv_heads:
         raise ValueError(f"num_heads={num_heads} is not a multiple of the cache's {kv_heads} KV heads")
     if counters.numel() < qkv.shape[0] * kv_heads:
-        raise ValueError(f"counters has {counters.numel()} numbers, {qkv.shape[0]} rows x {kv_heads} KV heads need more")
+        raise ValueError(f"counters has {counters.numel()} numbers, {qkv.shape[0]} rows x {kv_heads} heads need more")
     return _decode_attention(
         qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, block_tables, context_lens, slots, counters, num_heads,
         scale, window,

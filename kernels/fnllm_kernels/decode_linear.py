@@ -108,7 +108,9 @@ if triton is not None:
         row = (tl.program_id(0) * WARPS + warp) * R
         tiles = unit_weights(w_ptr, row, outputs, 0, WIDTH, PAIRS, CHUNKS, R, EVEN, GATED)
         bias = load_beside(bias_ptr, row, 0, outputs, R, PAIRS, HAS_BIAS)
-        up_bias = load_beside(bias_ptr + outputs if HAS_BIAS else bias_ptr, row, 0, outputs, R, PAIRS, HAS_BIAS and GATED)
+        up_bias = load_beside(
+            bias_ptr + outputs if HAS_BIAS else bias_ptr, row, 0, outputs, R, PAIRS, HAS_BIAS and GATED
+        )
         if UNITS == 1:
             if NORM:
                 norm = load_row(norm_ptr, warp, 0, WIDTH, PAIRS, CHUNKS, EVEN)
@@ -173,7 +175,7 @@ if triton is not None:
         GATED: tl.constexpr, NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
         PDL: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
-        """y [rows, outputs] for rows <= T = 16: a batched product over SPLITS pieces of each block of H, summed last."""
+        """y [rows, outputs] for rows <= T = 16: a batched product over SPLITS pieces of each block of H, added last."""
         STEP: tl.constexpr = SPLITS * BLOCK
         STEPS: tl.constexpr = (H + STEP - 1) // STEP
         EVEN: tl.constexpr = H % STEP == 0

@@ -166,7 +166,9 @@ def launch_decode_step(
     return h
 
 
-def decode_step_reference(token, embed, layers, caches, windows, cos, sin, block_table, context_len, slot, shape, scale):
+def decode_step_reference(
+    token, embed, layers, caches, windows, cos, sin, block_table, context_len, slot, shape, scale
+):
     """The same in plain torch from the layers' dicts."""
     h = embed[token.view(1)]
     for layer, (k_cache, v_cache), window in zip(layers, caches, windows, strict=True):

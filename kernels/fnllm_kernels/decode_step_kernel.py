@@ -12,7 +12,9 @@ from fnllm_kernels.decode_tiles import triton
 EMBED, QKV, ATTEND, O, GATE_UP, DOWN = 1, 2, 4, 8, 16, 32
 ALL_PHASES = 63
 # Columns of the table of layers: data pointers, and the window (0: none).
-COLUMNS = ("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "post_norm", "gate_up", "down", "k_cache", "v_cache")
+COLUMNS = (
+    "input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "post_norm", "gate_up", "down", "k_cache", "v_cache",
+)  # fmt: skip
 WIDTH_OF_TABLE = 16
 WINDOW_COLUMN = 11
 
@@ -119,7 +121,8 @@ if triton is not None:
     def linear_phase(tiles, norm, x_ptr, norm_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, first_row, warp, eps,
                      OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, WARPS: tl.constexpr,
                      R: tl.constexpr, CHUNKS: tl.constexpr, UNITS: tl.constexpr, GROUPS: tl.constexpr,
-                     GATED: tl.constexpr, NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr):  # fmt: skip
+                     GATED: tl.constexpr, NORM: tl.constexpr, HAS_BIAS: tl.constexpr,
+                     HAS_RESIDUAL: tl.constexpr):  # fmt: skip
         """One linear layer of one row: GROUPS groups of R rows a warp, H in UNITS pieces of CHUNKS chunks.
 
         tiles: the weights of step 0, already loaded; norm: with UNITS = 1 the norm's weights.
@@ -140,7 +143,9 @@ if triton is not None:
                     residual = load_beside(residual_ptr, row, 0, OUTPUTS, R, PAIRS, HAS_RESIDUAL)
                 new_tiles = tiles
                 if group + 1 < GROUPS:
-                    new_tiles = piece_weights(w_ptr, first_row, group + 1, OUTPUTS, WIDTH, PAIRS, R, CHUNKS, UNITS, GATED)
+                    new_tiles = piece_weights(
+                        w_ptr, first_row, group + 1, OUTPUTS, WIDTH, PAIRS, R, CHUNKS, UNITS, GATED
+                    )
                 totals = multiply_add(zero_totals(WARPS, PAIRS, RR), tiles, evens, odds, 0, CHUNKS, RR)
                 sums = row_sums(totals, scale, 0, R, WARPS, PAIRS)
                 ups = row_sums(totals, scale, RR - R, R, WARPS, PAIRS)
@@ -160,8 +165,9 @@ if triton is not None:
                 for unit in range(UNITS):
                     step = group * UNITS + unit
                     new_tiles = piece_weights(
-                        w_ptr, first_row, tl.minimum(step + 1, STEPS - 1), OUTPUTS, WIDTH, PAIRS, R, CHUNKS, UNITS, GATED
-                    )
+                        w_ptr, first_row, tl.minimum(step + 1, STEPS - 1), OUTPUTS, WIDTH, PAIRS, R, CHUNKS, UNITS,
+                        GATED,
+                    )  # fmt: skip
                     first = unit * (CHUNKS * PAIRS)
                     ahead = tl.minimum(unit + 1, UNITS - 1) * (CHUNKS * PAIRS)
                     new_x = load_row(x_ptr, warp, ahead, WIDTH, PAIRS, CHUNKS, EVEN)
@@ -282,8 +288,8 @@ if triton is not None:
                 if BARRIER:
                     grid_wait(barrier_ptr, found, PROGRAMS)
                 linear_phase(
-                    up_tiles, up_norm, mid_pairs, post_norm, up_w, h_ptr, h_ptr, act_ptr, lane_row * (UP_R * UP_G), warp,
-                    eps, I, H // 2, PAIRS, WARPS, UP_R, UP_C, UP_U, UP_G, True, True, False, False,
+                    up_tiles, up_norm, mid_pairs, post_norm, up_w, h_ptr, h_ptr, act_ptr, lane_row * (UP_R * UP_G),
+                    warp, eps, I, H // 2, PAIRS, WARPS, UP_R, UP_C, UP_U, UP_G, True, True, False, False,
                 )  # fmt: skip
             if BARRIER:
                 found = grid_arrive(barrier_ptr)

@@ -97,7 +97,7 @@ if triton is not None:
 
     @triton.jit
     def weigh_row(evens, odds, norm, CHUNKS: tl.constexpr):
-        """A row times the weights of its norm; the scale is a factor of the whole product and is applied to its sums."""
+        """A row times the weights of its norm; the scale is a factor of the whole product, applied to its sums."""
         new_evens = ()
         new_odds = ()
         for c in tl.static_range(CHUNKS):
@@ -116,7 +116,7 @@ if triton is not None:
 
     @triton.jit
     def multiply_add(totals, weights, evens, odds, OFFSET: tl.constexpr, CHUNKS: tl.constexpr, R: tl.constexpr):
-        """The totals of R rows from OFFSET on plus the products of their weight tiles with a row's tiles, unsummed over the lanes."""
+        """Totals of R rows from OFFSET on plus products of their weight tiles with a row's, unsummed over lanes."""
         new_totals = ()
         for r in tl.static_range(R):
             total = totals[OFFSET + r]

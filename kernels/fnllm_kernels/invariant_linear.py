@@ -108,36 +108,46 @@ if triton is not None:
     ):  # fmt: skip
         t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
         o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
-        i = tl.arange(0, BLOCK_I)
         rows = x + t.to(tl.int64)[:, None] * x_row
         columns = weight + o.to(tl.int64)[:, None] * weight_row
         here = t[:, None] < tokens
         there = o[:, None] < outputs
-        total = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
-        first, last = 0, COUNT
-        if APART:
-            first = tl.program_id(2)
-            last = first + 1
-        for cut in range(first, last):
-            # Each cut is summed from zero and the sums are added in their order, here or in _add_cuts_kernel.
-            acc = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
-            for start in range(cut * LENGTH, cut * LENGTH + LENGTH, BLOCK_I):
-                inside = (start + i)[None, :] < inputs
-                a = tl.load(rows + (start + i)[None, :], mask=here & inside, other=0.0)
-                b = tl.load(columns + (start + i)[None, :], mask=there & inside, other=0.0)
-                acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
-            total += acc
+        # Each cut is summed from zero and the sums are added in their order, here or in _add_cuts_kernel.
+        cut = tl.program_id(2)
+        total = _sum_cut(
+            rows, columns, here, there, cut * LENGTH, inputs, LENGTH, BLOCK_T, BLOCK_O, BLOCK_I
+        )  # fmt: skip
+        if not APART:
+            for later in range(1, COUNT):
+                total += _sum_cut(
+                    rows, columns, here, there, later * LENGTH, inputs, LENGTH, BLOCK_T, BLOCK_O, BLOCK_I
+                )  # fmt: skip
         where = t.to(tl.int64)[:, None] * outputs + o[None, :]
         mask = here & (o[None, :] < outputs)
         if APART:
-            out += first.to(tl.int64) * tokens * outputs
+            out += cut.to(tl.int64) * tokens * outputs
         tl.store(out + where, total.to(out.dtype.element_ty), mask=mask)
+
+    @triton.jit
+    def _sum_cut(
+        rows, columns, here, there, begin, inputs,
+        LENGTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+    ):  # fmt: skip
+        """The products of a tile of rows and outputs over the inputs begin..begin+LENGTH-1."""
+        i = begin + tl.arange(0, BLOCK_I)
+        acc = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
+        for start in range(0, LENGTH, BLOCK_I):
+            inside = (start + i)[None, :] < inputs
+            a = tl.load(rows + (start + i)[None, :], mask=here & inside, other=0.0)
+            b = tl.load(columns + (start + i)[None, :], mask=there & inside, other=0.0)
+            acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+        return acc
 
     @triton.jit(do_not_specialize=["count"])
     def _add_cuts_kernel(parts, out, count, COUNT: tl.constexpr, BLOCK: tl.constexpr):
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        total = tl.zeros((BLOCK,), tl.float32)
-        for cut in range(COUNT):
+        total = tl.load(parts + at, mask=at < count, other=0.0)
+        for cut in range(1, COUNT):
             total += tl.load(parts + cut * count.to(tl.int64) + at, mask=at < count, other=0.0)
         tl.store(out + at, total.to(out.dtype.element_ty), mask=at < count)
 

@@ -19,7 +19,7 @@ MIX_2 = 0x735A2D97
 SEED_1 = 0x9E3779B9
 SEED_2 = 0x5851F42D
 # The largest float32 below 2**32: a hash rounded to 2**32 would make the uniform value 1 and its logarithm infinite.
-LARGEST = 4294967040.0
+LARGEST = 4294967040
 
 
 def mix(x: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:

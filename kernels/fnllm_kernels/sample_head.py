@@ -1,7 +1,6 @@
-"""Drawing a token without writing scores: Gumbel noise and argmax in one pass over the logits, or inside the head itself.
+"""Drawing a token without writing scores: Gumbel noise and argmax in one pass over the logits, or inside the head.
 
-Two ops, which give packed keys (`order_keys.pack` of the best score and its id) so that ranks exchange one integer a
-row:
+Two ops give packed keys (`order_keys.pack` of the best score and its id), so that ranks exchange one integer a row:
 
 - `fnllm::sample_logits` reads logits [B, V] once; any kernel may have made them.
 - `fnllm::sample_head` multiplies the hidden states by the head and keeps each tile's logits in registers.
@@ -35,7 +34,7 @@ def sample_logits_reference(
     vocab_start: int,
     valid: int,
 ) -> Int[Tensor, " B"]:
-    """Packed keys of the rows' draws. Column j is id `vocab_start` + j; columns from `valid` on, and NaN, lose to all."""
+    """Packed keys of the rows' draws. Column j is id `vocab_start` + j; columns from `valid` on, and NaN count -inf."""
     columns = torch.arange(logits.shape[1], device=logits.device)
     ids = vocab_start + columns
     logits = logits.float()
@@ -133,7 +132,7 @@ def launch_sample_head(
 
 
 def head_config(rows: int) -> dict[str, int]:
-    """Tile sizes: with few rows deep tiles that stream the weights, with many square ones that feed the tensor cores."""
+    """Tile sizes: for few rows deep tiles that stream the weights, for many square ones that feed the tensor cores."""
     if rows <= 16:
         return {"BLOCK_B": 16, "BLOCK_V": 64, "BLOCK_H": 256, "num_warps": 4, "num_stages": 4}
     if rows <= 64:

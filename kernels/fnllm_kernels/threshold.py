@@ -18,7 +18,7 @@ except ImportError:
     triton = None
 
 # One unit of mass is 2**-40 of the likeliest token's: 2**22 tokens of full mass still fit in 63 bits.
-MASS_ONE = 2.0**40
+MASS_ONE = 2**40  # an int: torch.compile makes a graph input of a global float
 DIGIT = 4
 PROBES = 2**DIGIT - 1
 MINUS_INFINITY = -0x7F800001  # order_keys.sortable of it
@@ -185,8 +185,8 @@ if triton is not None:
         passes = tl.arange(0, BITS // DIGIT)[:, None]
         slots = tl.arange(0, 1 << DIGIT)[None, :]
         place = measures + (passes * rows + row) * (1 << DIGIT) + slots
-        # Measures of this pass are being added to meanwhile: they must not be read. Zero is below every target and,
-        # like the last slot, which is no probe, above no other measure.
+        # Measures of this pass are being added to meanwhile: they must not be read. Zero is below every target and
+        # above no other measure; so is the last slot, which is no probe.
         measure = tl.load(place, mask=(passes < done) & (slots >= 0), other=0)
         reached = measure >= tl.load(target + row)
         digits = tl.sum(reached.to(tl.int64), 1)

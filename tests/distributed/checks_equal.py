@@ -32,7 +32,7 @@ def mixed() -> list[fnllm.Sampling]:
         fnllm.Sampling(temperature=0.8, top_k=7, logprobs=2, **base),
         fnllm.Sampling(temperature=1.3, top_p=0.8, min_p=0.02, **base),
         fnllm.Sampling(temperature=0.7, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, **base),
-        fnllm.Sampling(temperature=0.0, logit_bias={3: 4.0, 40: -2.0}, logprobs=0, **base),
+        fnllm.Sampling(temperature=0.0, logit_bias={3: 4.0, 40: -2.0}, logprobs=0, prompt_logprobs=1, **base),
         fnllm.Sampling(temperature=1.0, logits_fn=favour_even, **base),
     ]
 
@@ -67,7 +67,9 @@ def logits_of(params: fnllm.Params, ids: list[int]) -> torch.Tensor:
 
 
 def outcome(completions: list[fnllm.Completion]) -> list:
-    return [(c.token_ids, c.text, c.finish_reason, [e.id for e in c.logprobs or ()], c.cached_tokens) for c in completions]
+    return [
+        (c.token_ids, c.text, c.finish_reason, [e.id for e in c.logprobs or ()], c.cached_tokens) for c in completions
+    ]
 
 
 def run_all(name: str, goldens: dict) -> dict:
@@ -80,17 +82,26 @@ def run_all(name: str, goldens: dict) -> dict:
     first = fnllm.generate(params, prompts, greedy(), **options)
     (machine,) = params.workspace.values()
     preemptions, again, drawn = machine.idle.scheduler.counters.preemptions, [], []
+    captured = scores = torch.zeros(0)
     if name in DETAILED:
         again = fnllm.generate(params, prompts, greedy(), **options)  # over the prefixes that are cached now
-        drawn = fnllm.generate(params, [prompts[-1]] * len(mixed()), mixed(), block_size=8, num_blocks=64, max_num_seqs=8)
+        drawn = fnllm.generate(
+            params, [prompts[-1]] * len(mixed()), mixed(), block_size=8, num_blocks=64, max_num_seqs=8
+        )
+        scores = fnllm.score(params, [ids])[0].detach()
+        sites = ("layers.1.q", "layers.0.v", "layers.1.resid_post", "logits")
+        (seen,) = fnllm.generate(params, [ids], greedy(2), capture=sites, block_size=8, num_blocks=64, max_num_seqs=8)
+        captured = torch.cat([seen.captured[site].flatten() for site in sites])
     return {
         "first": outcome(first),
         "again": outcome(again),
         "drawn": outcome(drawn),
         "drawn_logprobs": torch.tensor([entry.logprob for c in drawn for entry in c.logprobs or ()]),
+        "captured": captured,
+        "prompt_logprobs": torch.tensor([e.logprob for c in drawn for e in c.prompt_logprobs or () if e is not None]),
         "preemptions": preemptions,
         "logits": logits_of(params, ids),
-        "scores": fnllm.score(params, [ids])[0].detach(),
+        "scores": scores,
     }
 
 
@@ -109,7 +120,8 @@ def check_all_checkpoints_give_what_one_rank_gives(expected: dict) -> None:
             assert many[key] == one[key], (name, key)
         assert many["preemptions"] > 0 or name == "qwen3-dynamic", name  # whose long prompt has no golden tokens
         assert name not in DETAILED or sum(cached for *_, cached in many["again"]) > 0, name
-        for key in ("logits", "scores", "drawn_logprobs"):
+        for key in ("logits", "scores", "captured", "drawn_logprobs", "prompt_logprobs"):
+            assert many[key].shape == one[key].shape, (name, key)
             if many[key].numel():
                 difference = float((many[key] - one[key]).abs().max())
                 worst = max(worst, difference)

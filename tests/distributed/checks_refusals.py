@@ -1,14 +1,15 @@
-"""What two ranks check: calls that differ between them, and errors of one of them, are refused on both, and both go on."""
+"""What two ranks check: calls that differ and errors of one of them are refused on both, and both go on."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
-from fnllm_weights import Shard
 
 import fnllm
 from fnllm.distributed import least, world
+from fnllm_weights import Shard
 
 ORACLE = Path(__file__).parents[1] / "oracle"
 PROMPTS = [[3, 1, 4], [1, 5]]
@@ -93,3 +94,27 @@ def check_the_smallest_pool_counts_and_a_refusal_reaches_all(expected: None) -> 
 def check_params_of_another_group_are_refused(expected: None) -> None:
     with pytest.raises(ValueError, match="shard 0 of 3, and this process is rank"):
         world(Shard(0, 3))
+
+
+def check_the_way_to_sum_is_chosen_by_the_environment(expected: None) -> None:
+    params = fnllm.load(ORACLE / "qwen3-odd")
+    usual = world(params.shard)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FNLLM_ALL_REDUCE", "one_shot")
+        one_shot = world(params.shard)
+        assert one_shot != usual and isinstance(one_shot, fnllm.TensorParallel)
+        for x in (torch.arange(12.0).reshape(3, 4), torch.zeros(0, 4)):  # on a CPU through the group
+            assert torch.equal(one_shot.all_reduce(x), usual.all_reduce(x))
+        patch.setenv("FNLLM_ALL_REDUCE", "ring")
+        with pytest.raises(ValueError, match="must be one of group, one_shot, found 'ring'"):
+            world(params.shard)
+
+
+def check_a_gradient_between_ranks_is_refused_and_not_lost(expected: None) -> None:
+    params = fnllm.load(ORACLE / "qwen3-odd")
+    params.tree["norm"].requires_grad_()
+    params.tree["layers"][0]["o"].requires_grad_()
+    with pytest.raises(ValueError, match="gradients do not pass between the ranks"):
+        fnllm.score(params, [[3, 1, 4]])
+    with torch.no_grad():
+        assert len(fnllm.score(params, [[3, 1, 4]])[0]) == 2

@@ -1,4 +1,4 @@
-"""A script under torchrun in which rank 1 goes wrong: python faulty.py KIND STEP. Its computation is the usual few lines."""
+"""A script of the usual few lines under torchrun, in which rank 1 goes wrong: python faulty.py KIND STEP."""
 
 import os
 import signal
@@ -29,5 +29,5 @@ def mlp(p, x, ctx):
 params = fnllm.load(Path(__file__).parents[1] / "oracle" / "qwen3-odd")
 sampling = fnllm.Sampling(temperature=0, max_tokens=12, ignore_eos=True)
 layers = fnllm.Layers()._replace(mlp=mlp)
-(out,) = fnllm.generate(params, [[97, 128, 112, 12, 31]], sampling, layers=layers, num_blocks=8)
-print(f"rank {params.shard.rank}: {list(out.token_ids)}\n", end="", flush=True)
+fnllm.generate(params, [[97, 128, 112, 12, 31]], sampling, layers=layers, num_blocks=8)
+print("this came to its end")

@@ -17,9 +17,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "weights")]
 
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # its pool of processes would not know what to do after a fork
 
-import einops._torch_specific  # noqa: F401  these two take seconds, once for all ranks
-import torch
-import torch._dynamo
+import einops._torch_specific  # noqa: E402, F401  these two take seconds, once for all ranks
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402
 
 
 def main(size: int, folder: Path, files: list[str]) -> int:

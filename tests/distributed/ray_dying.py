@@ -1,4 +1,4 @@
-"""Runs examples/ray_batch.py with a worker or a rank that is killed once: python ray_dying.py SOURCE OUT TP [MARKER]."""
+"""Runs examples/ray_batch.py with a worker or rank killed once: python ray_dying.py SOURCE OUT TP [MARKER]."""
 
 import importlib
 import json
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 PATHS = [str(path) for path in (ROOT, ROOT / "kernels", ROOT / "weights", ROOT / "examples")]
 sys.path[:0] = PATHS
 
-import ray
+import ray  # noqa: E402
 
 ray_batch = importlib.import_module("ray_batch")
 SOURCE, OUT, TP = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])

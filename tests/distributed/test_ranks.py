@@ -1,4 +1,4 @@
-"""Groups of ranks over gloo: equal to one rank, refusals on all ranks, the compiled step. The checks are in checks_*.py."""
+"""Groups of ranks over gloo: equal to one rank, refusals on all ranks, the compiled step. See checks_*.py."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def cases():
                 yield pytest.param(size, compiled, name, id=f"{size}-{name.removeprefix('check_')}", marks=marks)
 
 
-@pytest.mark.parametrize(("size", "compiled", "check"), cases())
+@pytest.mark.parametrize(("size", "compiled", "check"), list(cases()))
 def test_ranks(groups, size, compiled, check):
     for rank, results in enumerate(groups(size, compiled)):
         assert check in results, f"rank {rank} did not come to it"

@@ -30,7 +30,14 @@ def write(file: Path, rows: list[dict]) -> Path:
 
 def batch(source: Path, out: Path, tp: int, marker: Path | None = None) -> int:
     """Run the example in a process of its own; the number of parts that it made."""
-    command = [sys.executable, str(HERE / "ray_dying.py"), str(source), str(out), str(tp), *([str(marker)] if marker else [])]
+    command = [
+        sys.executable,
+        str(HERE / "ray_dying.py"),
+        str(source),
+        str(out),
+        str(tp),
+        *([str(marker)] if marker else []),
+    ]
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-5000:]

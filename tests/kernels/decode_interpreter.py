@@ -23,7 +23,9 @@ def _convert_float(data, source, target, mode):
 
 
 def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-    operands = [_convert_float(v.data, tl.bfloat16, tl.float32, None) if v.dtype == tl.bfloat16 else v.data for v in (a, b)]
+    operands = [
+        _convert_float(v.data, tl.bfloat16, tl.float32, None) if v.dtype == tl.bfloat16 else v.data for v in (a, b)
+    ]
     return TensorHandle(np.matmul(*operands, dtype=d.data.dtype) + d.data, d.dtype.scalar)
 
 

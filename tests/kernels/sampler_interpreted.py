@@ -1,7 +1,6 @@
 """The sampler's Triton kernels against their references on CPU tensors; run with TRITON_INTERPRET=1.
 
-`test_sampler_kernels.py` starts this in a process of its own, since Triton reads that variable when kernels are
-defined.
+`test_sampler_kernels.py` starts this in its own process, since Triton reads that variable when kernels are defined.
 """
 
 import sys

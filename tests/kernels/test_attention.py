@@ -136,9 +136,9 @@ def test_flash_and_plan_ops_trace_with_fake_sizes():
 
     with FakeTensorMode():
         lengths = torch.empty(5, dtype=torch.int32)
-        made = torch.ops.fnllm.fa3_metadata(lengths, None, 16, 8, 128, 64, 10, 1, torch.bfloat16, 0)
+        made = torch.ops.fnllm.fa3_metadata(lengths, 16, 8, 128, 64, 10, torch.bfloat16, 0)
         assert made.shape == (1 + 8 * 4,) and made.dtype == torch.int32
-        windowed = torch.ops.fnllm.fa3_metadata(lengths, None, 16, 8, 128, 64, 10, 1, torch.bfloat16, 100)
+        windowed = torch.ops.fnllm.fa3_metadata(lengths, 16, 8, 128, 64, 10, torch.bfloat16, 100)
         assert windowed.shape == (1 + 8 * 3,)
         plan = torch.ops.fnllm.decode_plan(lengths, torch.empty(6, dtype=torch.int32), 4, 16, torch.float32, 0)
         assert plan.shape == (4 + (5 + 4) + 5 + 5 * 4,)

@@ -2,10 +2,11 @@
 
 import random
 
-import fnllm
 import pytest
 import torch
-from tiny_models import GREEDY, plain_logits
+from tiny_models import plain_logits
+
+import fnllm
 
 transformers = pytest.importorskip("transformers")
 

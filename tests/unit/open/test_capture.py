@@ -1,4 +1,4 @@
-"""Captured activations: equal to transformers' and to a plain forward, in every way of running; bounded and said before."""
+"""Captured activations: equal to transformers' and to a plain forward, in every way of running; bounded beforehand."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,13 @@ def test_captured_equals_transformers(tiny, reference):
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_chunk": 1}, {"max_chunk": 3}, {"num_blocks": 8}, {"prefix_cache": False}, {"block_size": 16, "num_blocks": 16}],
+    [
+        {"max_chunk": 1},
+        {"max_chunk": 3},
+        {"num_blocks": 8},
+        {"prefix_cache": False},
+        {"block_size": 16, "num_blocks": 16},
+    ],
     ids=str,
 )
 def test_fault_81_some_requests_some_layers_however_the_engine_runs(tiny, options):
@@ -139,7 +145,9 @@ def test_capture_bytes_is_exact_for_a_request_that_runs_to_its_end(tiny):
 
 def test_too_much_is_refused_with_both_numbers(tiny, monkeypatch):
     monkeypatch.setattr("fnllm.machine.host_memory", lambda: 1000)
-    with pytest.raises(ValueError, match=r"capture would take up to 0\.00 GB and 0\.00 GB are free on cpu; ask for fewer"):
+    with pytest.raises(
+        ValueError, match=r"capture would take up to 0\.00 GB and 0\.00 GB are free on cpu; ask for fewer"
+    ):
         fnllm.generate(tiny, [PROMPTS[0]], GREEDY, capture="logits", **SMALL)
 
 

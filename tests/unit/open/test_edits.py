@@ -42,7 +42,9 @@ def test_steering_equals_a_model_changed_by_hand(tiny):
         assert alone(tiny, fnllm.steer(SITE, vector(seed))).token_ids == expected != alone(tiny, ()).token_ids
 
 
-@pytest.mark.parametrize("options", [{}, {"max_chunk": 1}, {"max_chunk": 3}, {"num_blocks": 9}, {"prefix_cache": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"max_chunk": 1}, {"max_chunk": 3}, {"num_blocks": 9}, {"prefix_cache": False}], ids=str
+)
 def test_each_request_of_a_batch_gets_its_own_edit(tiny, options):
     other = PROMPT[:5] + [7, 7]
     choices = [
@@ -52,9 +54,7 @@ def test_each_request_of_a_batch_gets_its_own_edit(tiny, options):
         (PROMPT, [fnllm.ablate("layers.2.resid_mid", vector(4))]),
         (other, None),
     ]
-    outs = fnllm.generate(
-        tiny, [p for p, _ in choices], GREEDY, edits=[e for _, e in choices], **{**SMALL, **options}
-    )
+    outs = fnllm.generate(tiny, [p for p, _ in choices], GREEDY, edits=[e for _, e in choices], **{**SMALL, **options})
     expected = [alone(tiny, e or (), p) for p, e in choices]
     assert [o.token_ids for o in outs] == [e.token_ids for e in expected]
     assert outs[0].token_ids != outs[1].token_ids and outs[2].token_ids != outs[4].token_ids  # the edits do something
@@ -93,7 +93,8 @@ def test_patching_from_another_run(tiny):
     assert token == int(there["logits"][-1].argmax())
 
 
-@pytest.mark.parametrize("site", ["layers.0.resid_pre", "layers.0.q", "layers.2.v", "layers.1.attn_out", "layers.1.resid_mid",
+@pytest.mark.parametrize("site", ["layers.0.resid_pre", "layers.0.q", "layers.2.v", "layers.1.attn_out",
+                                  "layers.1.resid_mid",
                                   "layers.2.mlp_out", "layers.2.resid_post", "final_norm", "logits"])  # fmt: skip
 def test_generation_and_scoring_edit_alike_at_every_site(tiny, site):
     width = {"q": (4, 16), "v": (2, 16), "logits": (160,)}.get(site.rpartition(".")[2], (48,))
@@ -164,7 +165,9 @@ def test_wrong_edits_say_what_is_wrong(tiny):
     def shorter(x, ctx):
         return x[:1]
 
-    with pytest.raises(ValueError, match=r"the edit .*shorter at layers\.0\.q must return the shape .* found \(1, 4, 16\)"):
+    with pytest.raises(
+        ValueError, match=r"the edit .*shorter at layers\.0\.q must return the shape .* found \(1, 4, 16\)"
+    ):
         alone(tiny, [fnllm.Edit("layers.0.q", shorter)])
     with pytest.raises(ValueError, match="unknown site 'layers.9.q'"):
         alone(tiny, [fnllm.Edit("layers.9.q", shorter)])

@@ -36,7 +36,8 @@ def alone():
         key = id(params)
         if key not in known:
             known[key] = [
-                outcome(fnllm.generate(params, [p], SAMPLING, prefix_cache=False, **INVARIANT))[0] for p in prompts(params)
+                outcome(fnllm.generate(params, [p], SAMPLING, prefix_cache=False, **INVARIANT))[0]
+                for p in prompts(params)
             ]
         return known[key]
 

@@ -14,7 +14,7 @@ IDS = [[3, 14, 15, 92, 65, 35], [8, 9, 79], [32, 38, 46, 26, 43, 38, 32, 79, 50,
 
 
 def widened(model):
-    """transformers' model with its norms computed in the model's own dtype: in float64 it would round them to float32."""
+    """transformers' model with norms computed in the model's own dtype: in float64 it would round them to float32."""
 
     def forward(self, x):
         scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
@@ -111,7 +111,9 @@ def test_per_example_gradients_by_torch_func(tiny):
         params = with_gradients(tiny)
         # torch.func sees the tied embedding as two leaves; here they are one
         fnllm.score(params, [ids[row].tolist()])[0].sum().backward()
-        torch.testing.assert_close(each["layers"][1]["qkv"][row], params.tree["layers"][1]["qkv"].grad, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(
+            each["layers"][1]["qkv"][row], params.tree["layers"][1]["qkv"].grad, rtol=1e-3, atol=1e-5
+        )
         tied = each["embed"][row] + each["lm_head"][row]
         torch.testing.assert_close(tied, params.tree["embed"].grad, rtol=1e-3, atol=1e-4)
 

@@ -3,10 +3,11 @@
 import math
 import random
 
-import fnllm
 import pytest
 import torch
 from examples_of import example
+
+import fnllm
 
 GREEDY = fnllm.Sampling(temperature=0, max_tokens=12, ignore_eos=True)
 WARM = fnllm.Sampling(temperature=1.5, seed=5, max_tokens=12, ignore_eos=True)

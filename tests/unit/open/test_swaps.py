@@ -1,4 +1,4 @@
-"""Swapped layer functions: the examples against dense arithmetic, isolation from other users, and errors that name them."""
+"""Swapped layer functions: the examples against dense arithmetic, isolation from other users, errors that name them."""
 
 import pytest
 import torch
@@ -8,7 +8,11 @@ from examples_of import example
 import fnllm
 
 SMALL = {"num_blocks": 64, "block_size": 4}
-PROMPTS = [[3, 14, 15, 92, 65, 35, 89, 79, 33, 23, 84, 62, 64, 33, 83, 27, 95, 2, 88, 41], [8, 9, 79], [31, 41, 59, 26, 53]]
+PROMPTS = [
+    [3, 14, 15, 92, 65, 35, 89, 79, 33, 23, 84, 62, 64, 33, 83, 27, 95, 2, 88, 41],
+    [8, 9, 79],
+    [31, 41, 59, 26, 53],
+]
 GREEDY = fnllm.Sampling(temperature=0, max_tokens=8, ignore_eos=True)
 USUAL = fnllm.Layers()
 
@@ -33,13 +37,16 @@ def greedy_by_score(params, layers, prompt, change=lambda logits: logits):
     ids = list(prompt)
     for _ in range(8):
         with torch.no_grad():
-            logits = fnllm.score(params, [ids], layers=layers, capture=fnllm.Capture("logits", "last"))[0].captured["logits"]
+            logits = fnllm.score(params, [ids], layers=layers, capture=fnllm.Capture("logits", "last"))[0].captured[
+                "logits"
+            ]
         ids.append(int(change(logits[0]).argmax()))
     return tuple(ids[len(prompt) :])
 
 
 def plain_int8(params):
     """The quantised weights, back in float32, in the usual layers."""
+
     def whole(p):
         return p.values.float() * p.scale[:, None] if isinstance(p, swaps.Int8) else p
 
@@ -153,7 +160,11 @@ def none_mlp(p, x, ctx):
     "mlp, error, words",
     [
         (wide_mlp, ValueError, r"layers\.mlp \(wide_mlp\) must return shape \(3, 48\) .* found \(3, 96\)"),
-        (grown_mlp, ValueError, r"layers\.mlp \(grown_mlp\) must return shape \(3, 48\) .* found \(6, 48\).*one row for each"),
+        (
+            grown_mlp,
+            ValueError,
+            r"layers\.mlp \(grown_mlp\) must return shape \(3, 48\) .* found \(6, 48\).*one row for each",
+        ),
         (double_mlp, TypeError, r"layers\.mlp \(double_mlp\) must return torch\.float32, found torch\.float64"),
         (writing_mlp, RuntimeError, r"layers\.mlp \(writing_mlp\) changed its argument 2 in place"),
         (writing_parameters, RuntimeError, r"layers\.mlp \(writing_parameters\) changed its parameter 'down' in place"),

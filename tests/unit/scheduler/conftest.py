@@ -1,3 +1,5 @@
+"""Fixtures of the scheduler's tests."""
+
 import pytest
 
 

@@ -32,6 +32,7 @@ class Device:
         self.config, self.vocab = config, vocab
         self.cache: dict[int, tuple] = {}
         self.length, self.last, self.weights, self.tables = {}, {}, {}, {}
+        self.written: set[int] = set()  # blocks, since whoever wants to know emptied it
 
     def copy(self) -> "Device":
         other = Device(self.config, self.vocab)
@@ -66,6 +67,7 @@ class Device:
         ]
         every = [slot for slots in written for slot in slots]
         assert len(set(every)) == len(every), "two entries write one slot"
+        self.written |= {slot // size for slot in every}
         result = np.full(len(rows), -7)
         for entry, (row, count) in enumerate(zip(rows, lens, strict=True)):
             start, weights = self.length[row], self.weights[row]
@@ -89,6 +91,7 @@ class Device:
     def _copy_blocks(self, plan: scheduler.Plan) -> None:
         size, (sources, targets) = self.config.block_size, (part.tolist() for part in plan.copies)
         assert not set(sources) & set(targets) and len(set(targets)) == len(targets)
+        self.written |= set(targets)
         for source, target in zip(sources, targets, strict=True):
             for offset in range(size):
                 self.cache[target * size + offset] = self.cache.get(source * size + offset)
@@ -218,6 +221,7 @@ class Engine:
         """Loses blocks: what the device has in them is overwritten with noise."""
         self.state = scheduler.invalidate(self.state, blocks)
         size = self.state.config.block_size
+        self.device.written |= set(blocks)
         for slot in (block * size + offset for block in blocks for offset in range(size)):
             self.device.cache[slot] = (-1, -1, -1, -1)
 

@@ -196,6 +196,15 @@ def test_park_keeps_the_blocks_and_joins_again():
     engine.drain()
 
 
+def test_park_takes_all_and_keeps_their_order():
+    engine = make()
+    ids = [engine.add([last], 9) for last in range(3)]
+    engine.step()
+    engine.state = scheduler.park(engine.state)
+    assert [join.seq_id for join in engine.schedule().joins] == ids
+    engine.drain()
+
+
 def test_waiting_forks_give_their_blocks_to_running_sequences():
     engine = make(blocks=6, size=2, seqs=1, length=12)
     parent = engine.add([1, 2, 3], 9)

@@ -98,3 +98,22 @@ def run(seed: int, events: int = 80) -> Engine:
 def test_random_events_give_the_oracle_s_tokens(start):
     for seed in range(start, start + 100):
         run(seed)
+
+
+@pytest.mark.parametrize("start", range(0, 150, 50))
+def test_going_back_to_an_old_state_on_the_same_device(start):
+    for seed in range(start, start + 50):
+        rng = random.Random(seed)
+        engine, depth = Engine(random_config(rng), vocab=3), rng.randint(1, 3)
+        for _ in range(rng.randint(1, 60)):
+            act(engine, rng, depth)
+        old = engine.copy()
+        old.device = engine.device
+        engine.device.written.clear()
+        for _ in range(rng.randint(1, 60)):
+            act(engine, rng, depth)
+        old.state = scheduler.park(old.state)
+        old.state = scheduler.invalidate(old.state, engine.device.written)
+        old.check()
+        old.drain(depth)
+        old.check()

@@ -4,17 +4,17 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import fnllm_weights
 import pytest
 import torch
-from fnllm_weights import ModelConfig, Shard
-from fnllm_weights.init import init
-from fnllm_weights.load import load
 
 import fnllm
+import fnllm_weights
 from fnllm.rope import make_rope
 from fnllm.scoring import context, packed_batch
 from fnllm.tensor_parallel import Call, counting
+from fnllm_weights import ModelConfig, Shard
+from fnllm_weights.init import init
+from fnllm_weights.load import load
 
 torch.set_num_threads(1)
 
@@ -160,3 +160,23 @@ def test_the_rhythm_one_all_reduce_then_two_a_layer_then_one_exchange_at_the_hea
         for tokens, entries, calls in steps:
             body = [Call("all_reduce", (tokens, config.hidden_size))] * (1 + 2 * config.num_hidden_layers)
             assert calls == [*body, Call("all_reduce_max", (entries,))]
+
+
+def test_gradients_pass_through_simulated_ranks():
+    config = SHAPES["9 heads over 3"]
+
+    def loss(tp, params: fnllm.Params) -> torch.Tensor:
+        return -sum(fnllm.score(params, [[3, 1, 36, 0]], tp=tp)[0])
+
+    def with_leaves(shard: Shard) -> fnllm.Params:
+        params = random_params(config, shard)
+        params.tree["layers"][1]["down"].requires_grad_()
+        return params
+
+    whole, shards = with_leaves(Shard()), [with_leaves(Shard(rank, 3)) for rank in range(3)]
+    fnllm.simulate(1, loss, [whole]).results[0].backward()
+    # Each rank's loss is the one loss: the gradient of one of them reaches every rank's part.
+    fnllm.simulate(3, loss, shards).results[0].backward()
+    parts = [params.tree["layers"][1]["down"].grad for params in shards]
+    found = torch.cat(parts, 1)[:, : config.intermediate_size]
+    torch.testing.assert_close(found, whole.tree["layers"][1]["down"].grad, rtol=1e-3, atol=1e-5)

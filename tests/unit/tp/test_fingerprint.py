@@ -14,10 +14,11 @@ from fnllm.fingerprint import fingerprint
 
 ROOT = Path(__file__).parents[3]
 DIFFERENT = [
-    None, True, 1, 1.0, "1", b"1", [], (1, 2), [1, [2]], [[1], 2], ["ab"], ["a", "b"], [12, 3], [1, 23], {"a": 1}, {"a": 2},
-    {"b": 1}, [("a", 1)], {1, 2}, np.arange(3), np.arange(3.0), np.arange(3)[None], torch.arange(4), torch.tensor(4),
-    fnllm.Sampling(), fnllm.Sampling(temperature=0), fnllm.Sampling(logit_bias={1: 2.0}), fnllm.Layers(), fingerprint, replace,
-    [{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}],
+    None, True, 1, 1.0, "1", b"1", [], (1, 2), [1, [2]], [[1], 2], ["ab"], ["a", "b"], [12, 3], [1, 23], {"a": 1},
+    {"a": 2}, {"b": 1}, [("a", 1)], {1, 2}, np.arange(3), np.arange(3.0), np.arange(3)[None],
+    torch.arange(4), torch.tensor(4),
+    fnllm.Sampling(), fnllm.Sampling(temperature=0), fnllm.Sampling(logit_bias={1: 2.0}), fnllm.Layers(), fingerprint,
+    replace, [{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}],
 ]  # fmt: skip
 
 
@@ -34,7 +35,9 @@ def test_equal_values_have_equal_ones():
 
 
 def test_another_process_finds_the_same():
-    code = "import fnllm; from fnllm.fingerprint import fingerprint as f; print(f([{'a', 'b'}, 'é', 1.5, fnllm.Layers()]))"
+    code = (
+        "import fnllm; from fnllm.fingerprint import fingerprint as f; print(f([{'a', 'b'}, 'é', 1.5, fnllm.Layers()]))"
+    )
     path = ":".join(map(str, (ROOT, ROOT / "kernels", ROOT / "weights")))
     environment = {"PYTHONPATH": path, "PYTHONHASHSEED": "77", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

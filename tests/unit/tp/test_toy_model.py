@@ -4,11 +4,11 @@ import importlib.util
 from pathlib import Path
 
 import torch
-from fnllm_weights import Shard, local_sizes
-from fnllm_weights.init import init
 
 import fnllm
 from fnllm.tensor_parallel import Call
+from fnllm_weights import Shard, local_sizes
+from fnllm_weights.init import init
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "toy_tensor_parallel.py"
 spec = importlib.util.spec_from_file_location("toy_tensor_parallel", EXAMPLE)

@@ -1,0 +1,305 @@
+"""`sample` as a whole: temperatures side by side, filters, masks, log-probabilities, hooks, shards."""
+
+import pytest
+import torch
+from unit.sampler.settings import Settings, kept_by_sorting
+
+from fnllm.sampler import (
+    SamplerFeatures,
+    default_rows,
+    features_of,
+    gumbel_noise,
+    log_normaliser,
+    needs_logits,
+    rounded,
+    rows_from_sampling,
+    sample,
+    sample_from_hidden,
+    sample_gathered,
+    take_rows,
+    token_logprobs,
+)
+from fnllm.tensor_parallel import Call, simulate
+
+torch.set_num_threads(1)
+NOISE = SamplerFeatures(noise=True)
+FILTERS = SamplerFeatures(noise=True, top_k=True, top_p=True, min_p=True)
+BOTH = pytest.mark.parametrize("kernels", [False, True])
+
+
+def rows_with(n, **columns):
+    rows = default_rows(n)
+    return rows._replace(
+        **{k: torch.as_tensor(v, dtype=getattr(rows, k).dtype).expand(n).clone() for k, v in columns.items()}
+    )
+
+
+def draw_many(logits, n, features, **columns):
+    """Ids drawn at n positions from one row of logits."""
+    rows = rows_with(n, **columns)
+    return sample(logits.expand(n, -1), rows, torch.arange(n), features=features, vocab_limit=logits.shape[-1]).ids
+
+
+@BOTH
+def test_fault_33_small_temperatures_give_the_argmax_never_nan(kernels):
+    logits = torch.tensor([[6.0e4, 5.9e4, -6.0e4, 6.1e4, 0.0]]).half().repeat(4, 1)
+    for features in (NOISE, FILTERS):
+        rows = rows_with(4, temperature=[1e-4, 1e-6, 1e-12, 1e-45], top_p=0.9, top_k=3, min_p=0.1)
+        out = sample(logits, rows, torch.arange(4), features=features, vocab_limit=5, kernels=kernels)
+        assert out.ids.tolist() == [3, 3, 3, 3]
+
+
+@BOTH
+def test_fault_34_greedy_beside_temperature_is_the_argmax_of_the_raw_logits(kernels):
+    torch.manual_seed(0)
+    logits = torch.randn(2, 23)
+    rows = rows_with(2, temperature=[0.0, 1.0], seed=[3, 4], top_p=[0.1, 0.9])
+    seen = set()
+    for position in range(30):
+        for features in (NOISE, FILTERS):
+            out = sample(logits, rows, torch.tensor([position] * 2), features=features, vocab_limit=23, kernels=kernels)
+            assert out.ids[0] == logits[0].argmax()
+        seen.add(out.ids[1].item())
+    assert len(seen) > 3
+
+
+@BOTH
+def test_fault_35_top_k_of_one_equals_temperature_zero(kernels):
+    logits = torch.tensor([[1.0, 4.0, 4.0, 0.0]]).repeat(3, 1)
+    rows = rows_with(3, temperature=[0.0, 1.0, 5.0], top_k=[0, 1, 1])
+    for candidates in (False, True):
+        features = SamplerFeatures(noise=True, top_k=True, candidates=candidates)
+        for position in range(20):
+            out = sample(logits, rows, torch.full((3,), position), features=features, vocab_limit=4, kernels=kernels)
+            assert out.ids.tolist() == [1, 1, 1]
+    assert sample(logits, default_rows(3), torch.arange(3), features=SamplerFeatures(), vocab_limit=4).ids.tolist() == [
+        1, 1, 1,
+    ]  # fmt: skip
+
+
+def test_fault_39_a_seeded_row_draws_the_same_in_any_order_and_batch():
+    torch.manual_seed(1)
+    logits, positions = torch.randn(6, 40), torch.tensor([0, 5, 5, 9, 70000, 2])
+    rows = rows_with(6, temperature=0.9, top_k=11, top_p=0.9, seed=[5, 5, 6, -1, 2**40, 0])
+    want = sample(logits, rows, positions, features=FILTERS, vocab_limit=40).ids
+    for order in ([5, 4, 3, 2, 1, 0], [2, 0, 4], [3]):
+        index = torch.tensor(order)
+        for kernels in (False, True):
+            got = sample(
+                logits[index], take_rows(rows, index), positions[index],
+                features=FILTERS, vocab_limit=40, kernels=kernels,
+            )  # fmt: skip
+            assert torch.equal(got.ids, want[index])
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"), [(0.6, 0, 1.0, 0.0), (1.5, 6, 1.0, 0.0), (1.0, 8, 0.8, 0.05)]
+)
+def test_draws_follow_the_filtered_softmax(temperature, top_k, top_p, min_p):
+    torch.manual_seed(2)
+    logits, n = torch.randn(1, 12) * 1.5, 20000
+    drawn = draw_many(logits, n, FILTERS, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=9)
+    kept = sorted(kept_by_sorting(logits[0], temperature, top_k, top_p, min_p))
+    assert set(drawn.tolist()) <= set(kept)
+    expected = (logits[0, kept].double() / temperature).softmax(0) * n
+    counts = drawn.bincount(minlength=12)[kept]
+    # Twice the degrees of freedom and 30 more is beyond one true sample in ten thousand for up to 12.
+    assert ((counts - expected) ** 2 / expected).sum() < 2 * len(kept) + 30
+
+
+def test_features_that_a_row_does_not_use_change_nothing():
+    torch.manual_seed(3)
+    logits, positions = torch.randn(5, 30) * 2, torch.arange(5)
+    rows = rows_with(5, temperature=[0.0, 1.0, 0.5, 1.0, 2.0], seed=[1, 2, 3, 4, 5])
+    want = sample(logits, rows, positions, features=NOISE, vocab_limit=30).ids
+    for features in (FILTERS, SamplerFeatures(noise=True, top_p=True), SamplerFeatures(noise=True, min_p=True)):
+        assert torch.equal(sample(logits, rows, positions, features=features, vocab_limit=30).ids, want)
+    mixed = [Settings(top_k=5, seed=1), Settings(temperature=0.7, seed=2), Settings(temperature=0, seed=3)]
+    for f in (features_of(mixed), rounded(features_of(mixed))):
+        got = sample(logits[:3], rows_from_sampling(mixed, features=f), positions[:3], features=f, vocab_limit=30).ids
+        alone = [
+            sample(
+                logits[i : i + 1], rows_from_sampling([s], features=features_of([s])), positions[i : i + 1],
+                features=features_of([s]), vocab_limit=30,
+            ).ids.item()
+            for i, s in enumerate(mixed)
+        ]  # fmt: skip
+        assert got.tolist() == alone
+
+
+@BOTH
+def test_ids_past_the_limit_and_nan_are_never_drawn(kernels):
+    logits = torch.full((1, 9), -5.0)
+    logits[0, 6:] = 50.0
+    logits[0, 2] = torch.nan
+    for features in (SamplerFeatures(), NOISE, FILTERS):
+        rows = rows_with(300, temperature=2.0, top_p=0.99)
+        drawn = sample(
+            logits.expand(300, -1), rows, torch.arange(300), features=features, vocab_limit=6, kernels=kernels
+        ).ids
+        assert drawn.max() < 6 and 2 not in drawn.tolist()
+
+
+def test_bias_and_min_tokens():
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0, -1.0]]).repeat(3, 1)
+    settings = [
+        Settings(temperature=0, logit_bias={4: 9.0, 1: -9.0}),
+        Settings(temperature=0, min_tokens=2, stop_token_ids=(3,)),
+        Settings(temperature=0, min_tokens=2, ignore_eos=True),
+    ]
+    features = features_of(settings, eos_token_ids=(1,))
+    rows = rows_from_sampling(settings, features=features, prompt_lengths=[4, 4, 4], eos_token_ids=(1,))
+    draws = [
+        sample(logits, rows, torch.full((3,), p), features=features, vocab_limit=5).ids.tolist() for p in (4, 5, 6)
+    ]
+    assert draws == [[4, 2, 1], [4, 2, 1], [4, 1, 1]]
+
+
+def test_logits_fn_sees_the_whole_vocabulary_and_only_its_rows():
+    def only_even(z, history):
+        return torch.where(torch.arange(z.shape[1]) % 2 == 0, z, -torch.inf)
+
+    def double(z, history):
+        return z * 2
+
+    torch.manual_seed(4)
+    logits = torch.randn(3, 11)
+    logits[:, 7] = 9.0
+    settings = [Settings(temperature=0), Settings(temperature=0, logits_fn=only_even), Settings(logits_fn=double)]
+    features = features_of(settings)
+    rows = rows_from_sampling(settings, features=features, seeds=[0, 0, 5])
+    out = sample(logits, rows, torch.arange(3), features=features, vocab_limit=11)
+    assert out.ids[0] == 7 and out.ids[1] % 2 == 0
+    noise = gumbel_noise(torch.tensor([5]), torch.tensor([2]), torch.arange(11))
+    assert out.ids[2] == (logits[2] * 2 + noise[0]).argmax()
+    widths = []
+    hook = SamplerFeatures(logits_fns=(lambda z, h: (widths.append(z.shape[1]), z)[1],))
+
+    def local(tp, z):
+        return sample(
+            z, default_rows(3)._replace(logits_fn=torch.zeros(3, dtype=torch.int32)), torch.arange(3),
+            features=hook, vocab_limit=10, vocab_size=11, vocab_start=tp.rank * 4, tp=tp,
+        )  # fmt: skip
+
+    padded = torch.nn.functional.pad(logits, (0, 1), value=99.0)
+    for result in simulate(3, local, padded.chunk(3, 1)).results:
+        assert result.ids.tolist() == [7, 7, 7]
+    assert widths == [11, 11, 11]
+
+
+def test_logprobs_are_those_of_the_raw_logits():
+    torch.manual_seed(5)
+    logits = torch.randn(4, 50) * 4
+    settings = [Settings(temperature=0.5, top_k=3, logit_bias={1: 5.0}, logprobs=2, seed=i) for i in range(4)]
+    features = features_of(settings)
+    rows = rows_from_sampling(settings, features=features)
+    out = sample(logits, rows, torch.arange(4), features=features, vocab_limit=47)
+    want = logits[:, :47].double().log_softmax(-1)
+    torch.testing.assert_close(out.logprob.double(), want.gather(1, out.ids[:, None]).squeeze(1), rtol=0, atol=2e-6)
+    top = want.topk(2)
+    assert torch.equal(out.top_ids, top.indices)
+    torch.testing.assert_close(out.top_logprobs.double(), top.values, rtol=0, atol=2e-6)
+    assert torch.equal(out.logprob, token_logprobs(logits, out.ids, vocab_limit=47))
+    ties = torch.tensor([[1.0, 2.0, 2.0, 2.0]])
+    out = sample(ties, default_rows(1), torch.arange(1), features=SamplerFeatures(logprobs=2), vocab_limit=4)
+    assert out.top_ids.tolist() == [[1, 2]]
+
+
+def test_fault_41_logprobs_do_not_depend_on_the_batch():
+    torch.manual_seed(6)
+    logits, ids = torch.randn(5, 4001) * 3, torch.arange(5) * 7
+    whole = token_logprobs(logits, ids, vocab_limit=4001)
+    for row in range(5):
+        assert torch.equal(
+            token_logprobs(logits[row : row + 1], ids[row : row + 1], vocab_limit=4001), whole[row][None]
+        )
+
+
+def test_token_logprobs_have_the_softmax_gradient_and_the_same_value():
+    torch.manual_seed(7)
+    logits, ids = torch.randn(3, 13, requires_grad=True), torch.tensor([2, 0, 12])
+    got = token_logprobs(logits, ids, vocab_limit=13)
+    assert torch.equal(got.detach(), token_logprobs(logits.detach(), ids, vocab_limit=13))
+    (gradient,) = torch.autograd.grad(got.sum(), logits)
+    want = torch.nn.functional.one_hot(ids, 13) - logits.detach().softmax(-1)
+    torch.testing.assert_close(gradient, want)
+    assert log_normaliser(torch.zeros(1, 2)).item() == pytest.approx(0.6931472, abs=1e-7)
+
+
+def local_slices(logits, size, garbage=99.0):
+    width = -(-logits.shape[1] // size)
+    return torch.nn.functional.pad(logits, (0, width * size - logits.shape[1]), value=garbage).chunk(size, 1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [Settings(temperature=0), Settings(temperature=0), Settings(temperature=0)],
+        [Settings(temperature=0), Settings(seed=1), Settings(temperature=0.3, seed=2)],
+        [Settings(temperature=0, top_k=4), Settings(top_k=9, top_p=0.8, seed=1), Settings(top_k=2, seed=2, logprobs=3)],
+        [
+            Settings(top_p=0.7, seed=3, logprobs=0),
+            Settings(min_p=0.1),
+            Settings(top_k=30, top_p=0.9, logit_bias={36: 2}),
+        ],
+        [Settings(min_tokens=9, stop_token_ids=(0, 36), seed=4), Settings(min_p=0.3), Settings()],
+    ],
+    ids=["greedy", "temperature", "candidates", "search", "masks"],
+)
+def test_fault_43_shards_draw_what_the_whole_draws(size, settings):
+    torch.manual_seed(8)
+    features = features_of(settings)
+    rows = rows_from_sampling(settings, features=features, prompt_lengths=[3, 3, 3])
+    for trial in range(6):
+        logits = (torch.randn(3, 37) * 2).bfloat16()  # many ties, also across ranks
+        args = {"features": features, "vocab_limit": 37}
+        positions = torch.full((3,), 3 + trial)
+        whole = sample(logits, rows, positions, **args)
+        width = -(-37 // size)
+
+        def local(tp, z, how=sample, positions=positions, args=args, width=width):
+            return how(z, rows, positions, vocab_start=tp.rank * width, tp=tp, **args)
+
+        for kernels in (False, True):
+            args["kernels"] = kernels
+            results, calls = simulate(size, local, local_slices(logits, size))
+            for result in results:
+                for got, want in zip(result, whole, strict=True):
+                    assert (got is None and want is None) or torch.equal(got, want)
+        if not (features.top_k or features.top_p or features.min_p or features.logprobs is not None):
+            assert calls == [Call("all_reduce_max", (3,))]
+        gathered = simulate(size, lambda tp, z: local(tp, z, sample_gathered), local_slices(logits, size)).results
+        assert all(torch.equal(result.ids, whole.ids) for result in gathered)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_fault_66_head_and_draw_in_one_on_uneven_shards(size):
+    torch.manual_seed(9)
+    hidden, weight = torch.randn(4, 8), torch.randn(37, 8)
+    rows = rows_with(4, temperature=[0.0, 1.0, 0.7, 1.2], seed=[1, 2, 3, 4])
+    whole = sample(hidden @ weight.T, rows, torch.arange(4), features=NOISE, vocab_limit=35)
+    width = -(-37 // size)
+    slices = torch.nn.functional.pad(weight, (0, 0, 0, width * size - 37)).chunk(size, 0)
+
+    def local(tp, w):
+        return sample_from_hidden(
+            hidden, w, rows, torch.arange(4), features=NOISE, vocab_limit=35, vocab_start=tp.rank * width, tp=tp
+        )
+
+    results, calls = simulate(size, local, slices)
+    assert all(torch.equal(result.ids, whole.ids) for result in results)
+    assert calls == [Call("all_reduce_max", (4,))]
+    assert needs_logits(FILTERS) and not needs_logits(NOISE) and not needs_logits(SamplerFeatures())
+    with pytest.raises(ValueError, match="needs logits"):
+        sample_from_hidden(hidden, weight, rows, torch.arange(4), features=FILTERS, vocab_limit=35)
+
+
+def test_arguments_are_not_changed():
+    torch.manual_seed(10)
+    settings = [Settings(top_k=3, top_p=0.9, min_p=0.1, logit_bias={1: 1.0}, logprobs=1, seed=1)] * 2
+    features = features_of(settings)
+    rows, logits = rows_from_sampling(settings, features=features), torch.randn(2, 9)
+    before = [x.clone() for x in (logits, *rows)]
+    sample(logits, rows, torch.arange(2), features=features, vocab_limit=8)
+    assert all(torch.equal(x, y) for x, y in zip((logits, *rows), before, strict=True))
