@@ -15,9 +15,17 @@ from fnllm_kernels.threshold import MASS_ONE, masses
 
 def masked_logits(logits: Float[Tensor, "T V"], vocab_start: int, vocab_limit: int) -> Float[Tensor, "T V"]:
     """Float32 logits of this rank's slice, -inf from id `vocab_limit` on. NaN becomes -inf: no NaN is ever drawn."""
-    ids = vocab_start + torch.arange(logits.shape[-1], device=logits.device)
     logits = logits.float()
-    return torch.where((ids < vocab_limit) & ~logits.isnan(), logits, -torch.inf)
+    logits = torch.where(logits == logits, logits, -torch.inf)
+    valid = valid_columns(logits.shape[-1], vocab_start, vocab_limit)
+    if valid == logits.shape[-1]:
+        return logits
+    return torch.where(torch.arange(logits.shape[-1], device=logits.device) < valid, logits, -torch.inf)
+
+
+def valid_columns(width: int, vocab_start: int, vocab_limit: int) -> int:
+    """How many of a rank's `width` columns are ids below `vocab_limit`."""
+    return min(max(vocab_limit - vocab_start, 0), width)
 
 
 def log_normaliser(logits: Float[Tensor, "T V"], *, tp: TensorParallel = SINGLE) -> Float[Tensor, " T"]:
