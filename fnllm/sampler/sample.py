@@ -56,9 +56,10 @@ def sample(
     """
     if features.penalties and history is None:
         raise ValueError("features.penalties needs history; pass a History of the batch's rows")
+    kernels = logits.is_cuda if kernels is None else kernels
     if kernels and not needs_logits(features):
-        # nothing reads the logits but the draw: they are not copied to float32
-        source = Source(logits, _valid(vocab_start, vocab_limit, logits.shape[1]))
+        # Nothing reads the logits but the draw: they are not copied to float32.
+        source = Source(logits, valid_columns(logits.shape[1], vocab_start, vocab_limit))
         found = draw(
             logits, rows, positions, features=features, vocab_start=vocab_start, tp=tp, source=source, kernels=True
         )
@@ -82,7 +83,7 @@ def sample(
         # Nothing above may bring back what must not be drawn, or leave a NaN.
         adjusted = masked_logits(adjusted, vocab_start, vocab_limit)
     source = Source(adjusted, adjusted.shape[1])
-    if adjusted is raw:
+    if adjusted is drawable:
         source = Source(logits, valid_columns(logits.shape[1], vocab_start, vocab_limit))
     ids = draw(
         adjusted, rows, positions, features=features, vocab_start=vocab_start, tp=tp, source=source, kernels=kernels
