@@ -79,7 +79,7 @@ def test_a_finished_sequence_stays_addressable_and_an_aborted_one_does_not(runni
 @pytest.mark.parametrize("length", [0, -1, 9, 2.5, True])
 def test_a_wrong_length_is_named(running, length):
     _, state, seq_id = running
-    with pytest.raises(ValueError, match="length"):
+    with pytest.raises((TypeError, ValueError), match="length"):  # under shape checking the signature refuses it
         fnllm.truncate(state, seq_id, length)
 
 
