@@ -20,10 +20,12 @@ HEAD_DIMS = (32, 64, 128, 256)
 
 def fuses(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> bool:
     """Whether this layer of this step can run fused: one bf16 token on one GPU, usual functions, no taps inside."""
+    here = x.is_cuda and ctx.cache is not None and ctx.backend == "triton" and ctx.batch.max_seqlen == 1
+    if not here:
+        return False
     usual = all(getattr(ctx.layers, name) is getattr(Layers(), name) for name in INSIDE)
     fits = x.shape[0] == 1 and x.dtype == torch.bfloat16 and ctx.config.head_dim in HEAD_DIMS
-    here = x.is_cuda and ctx.cache is not None and ctx.backend == "triton" and ctx.batch.max_seqlen == 1
-    return here and fits and usual and not ctx.taps.look_into(ctx.layer) and ctx.tp.size == 1 and "gate_up" in p
+    return fits and usual and not ctx.taps.look_into(ctx.layer) and ctx.tp.size == 1 and "gate_up" in p
 
 
 def attention_counters(ctx: Context) -> Int[Tensor, " C"]:

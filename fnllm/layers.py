@@ -17,6 +17,7 @@ from fnllm.packed_attention import packed_attention
 from fnllm.rope import apply_rope
 from fnllm.sampler import Sampled, sample
 from fnllm_kernels.attention import paged_attention
+from fnllm_kernels.host_linear import host_linear
 from fnllm_kernels.kv_store import store_kv
 from fnllm_kernels.norm import add_rms_norm, rms_norm
 from fnllm_kernels.qk_norm_rope_store import qk_norm_rope_store
@@ -36,9 +37,7 @@ def norm(p: Float[Tensor, " H"], x: Float[Tensor, "... H"], ctx: Context) -> Flo
     """RMSNorm over the last axis, computed in float32 (Zhang and Sennrich 2019)."""
     if on_device(x, ctx):
         return rms_norm(x, p, ctx.config.rms_norm_eps)
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        return F.rms_norm(x, p.shape, p, ctx.config.rms_norm_eps)
-    wide = x.float()
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + ctx.config.rms_norm_eps)
     return p * (wide * scale).to(x.dtype)
 
@@ -64,7 +63,7 @@ def linear(p: Float[Tensor, "O I"], x: Float[Tensor, "T I"], ctx: Context) -> Fl
     """The product of activations with a weight; every projection of the model, and the head, goes through it."""
     if on_device(x, ctx):
         return small_linear(x, p)  # cuBLAS from 17 rows on
-    return F.linear(x, p)
+    return F.linear(x, p) if x.is_cuda else host_linear(x, p)
 
 
 def attention(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "T H"]:

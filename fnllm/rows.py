@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from fnllm.batch import Rows

@@ -127,9 +127,11 @@ def _cut_by_search(
     def mass_of(value: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
         return masses(value[:, None], top, temperature).squeeze(1).long()
 
-    k = torch.where(rows.top_k > 0, rows.top_k.long(), EVERYTHING)
-    value, count = reach_target(k, False)
-    quota = k - count
+    value, quota = torch.full_like(top, -torch.inf), torch.full_like(rows.top_k, EVERYTHING, dtype=torch.int64)
+    if features.top_k:
+        k = torch.where(rows.top_k > 0, rows.top_k.long(), EVERYTHING)
+        value, count = reach_target(k, False)
+        quota = k - count
     if not features.top_p:
         return Cut(value, quota)
     above = measure_above(source.logits, top, temperature, value[:, None], True, source.valid)

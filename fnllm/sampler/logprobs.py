@@ -14,10 +14,18 @@ from fnllm_kernels.threshold import MASS_ONE, masses
 
 
 def masked_logits(logits: Float[Tensor, "T V"], vocab_start: int, vocab_limit: int) -> Float[Tensor, "T V"]:
-    """Logits of this rank's slice in float32 (float64 stays), -inf from id `vocab_limit` on and where NaN is."""
-    ids = vocab_start + torch.arange(logits.shape[-1], device=logits.device)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return torch.where((ids < vocab_limit) & ~logits.isnan(), logits, -torch.inf)
+    """Float32 logits of this rank's slice, -inf from id `vocab_limit` on. NaN becomes -inf: no NaN is ever drawn."""
+    logits = logits.float()
+    logits = torch.where(logits == logits, logits, -torch.inf)
+    valid = valid_columns(logits.shape[-1], vocab_start, vocab_limit)
+    if valid == logits.shape[-1]:
+        return logits
+    return torch.where(torch.arange(logits.shape[-1], device=logits.device) < valid, logits, -torch.inf)
+
+
+def valid_columns(width: int, vocab_start: int, vocab_limit: int) -> int:
+    """How many of a rank's `width` columns are ids below `vocab_limit`."""
+    return min(max(vocab_limit - vocab_start, 0), width)
 
 
 def log_normaliser(logits: Float[Tensor, "T V"], *, tp: TensorParallel = SINGLE) -> Float[Tensor, " T"]:

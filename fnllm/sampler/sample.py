@@ -10,7 +10,7 @@ from torch import Tensor
 from fnllm.sampler.features import SamplerFeatures
 from fnllm.sampler.filters import Source, keep_mask
 from fnllm.sampler.history import History, penalise, token_counts
-from fnllm.sampler.logprobs import log_normaliser, logits_at, masked_logits, top_tokens
+from fnllm.sampler.logprobs import log_normaliser, logits_at, masked_logits, top_tokens, valid_columns
 from fnllm.sampler.rows import SamplerRows
 from fnllm.tensor_parallel import SINGLE, TensorParallel
 from fnllm_kernels.noise import gumbel_noise
@@ -38,7 +38,7 @@ def sample(
     vocab_size: int | None = None,
     history: History | None = None,
     tp: TensorParallel = SINGLE,
-    kernels: bool = True,
+    kernels: bool | None = None,
 ) -> Sampled:
     """Draw one id per row from this rank's slice of the logits, [vocab_start, vocab_start + V), and the other ranks'.
 
@@ -49,16 +49,17 @@ def sample(
     Ranks exchange one integer per row, and for filters and log-probabilities a few more, never logits; only `logits_fn`
     gathers them, since it sees the first `vocab_size` (default: vocab_limit) columns of the whole vocabulary.
 
-    `kernels` leaves noise and argmax to `fnllm::sample_logits`, one pass over the logits on a GPU.
+    `kernels` leaves noise and argmax to `fnllm::sample_logits`, one pass over the logits (default: on a GPU).
 
     Raises:
         ValueError: if `features` needs a history and there is none.
     """
     if features.penalties and history is None:
         raise ValueError("features.penalties needs history; pass a History of the batch's rows")
+    kernels = logits.is_cuda if kernels is None else kernels
     if kernels and not needs_logits(features):
-        # nothing reads the logits but the draw: they are not copied to float32
-        source = Source(logits, _valid(vocab_start, vocab_limit, logits.shape[1]))
+        # Nothing reads the logits but the draw: they are not copied to float32.
+        source = Source(logits, valid_columns(logits.shape[1], vocab_start, vocab_limit))
         found = draw(
             logits, rows, positions, features=features, vocab_start=vocab_start, tp=tp, source=source, kernels=True
         )
@@ -83,7 +84,7 @@ def sample(
         adjusted = masked_logits(adjusted, vocab_start, vocab_limit)
     source = Source(adjusted, adjusted.shape[1])
     if adjusted is drawable:
-        source = Source(logits, _valid(vocab_start, vocab_limit, logits.shape[1]))
+        source = Source(logits, valid_columns(logits.shape[1], vocab_start, vocab_limit))
     ids = draw(
         adjusted, rows, positions, features=features, vocab_start=vocab_start, tp=tp, source=source, kernels=kernels
     )
@@ -106,7 +107,7 @@ def draw(
     vocab_start: int = 0,
     tp: TensorParallel = SINGLE,
     source: Source | None = None,
-    kernels: bool = True,
+    kernels: bool | None = None,
 ) -> Int[Tensor, " B"]:
     """Temperature, filters and the draw, for float32 logits without NaN; `source` as in `keep_mask`."""
     source = Source(logits, logits.shape[1]) if source is None else source
@@ -114,15 +115,17 @@ def draw(
         keep = keep_mask(logits, rows, features=features, tp=tp, source=source)
         logits = torch.where(keep, logits, -torch.inf)
         source = Source(logits, logits.shape[1])
-    if kernels:
+    if logits.is_cuda if kernels is None else kernels:
         temperature = rows.temperature if features.noise else torch.zeros_like(rows.temperature)
         key = sample_logits(source.logits, temperature, rows.seed, positions, vocab_start, source.valid)
         return packed_ids(tp.all_reduce_max(key))
-    ids = vocab_start + torch.arange(logits.shape[1], device=logits.device)
     if features.noise:
+        ids = vocab_start + torch.arange(logits.shape[1], device=logits.device)
         # logits + T * noise has the argmax of logits / T + noise, needs no division and is exact at T = 0.
         logits = logits + rows.temperature[:, None] * gumbel_noise(rows.seed, positions, ids)
-    return packed_ids(tp.all_reduce_max(pack(logits, ids[None, :]).amax(-1)))
+    index = logits.argmax(-1, keepdim=True)  # the first of equal ones
+    key = pack(logits.gather(1, index), vocab_start + index).squeeze(1)
+    return packed_ids(tp.all_reduce_max(key))
 
 
 def sample_from_hidden(
@@ -146,7 +149,7 @@ def sample_from_hidden(
     if needs_logits(features):
         raise ValueError(f"{features} needs logits; use sample, or only temperature")
     temperature = rows.temperature if features.noise else torch.zeros_like(rows.temperature)
-    valid = _valid(vocab_start, vocab_limit, weight.shape[0])
+    valid = valid_columns(weight.shape[0], vocab_start, vocab_limit)
     key = sample_head(hidden, weight, temperature, rows.seed, positions, vocab_start, valid)
     return Sampled(packed_ids(tp.all_reduce_max(key)))
 
@@ -154,11 +157,6 @@ def sample_from_hidden(
 def needs_logits(features: SamplerFeatures) -> bool:
     """Whether anything but greedy and temperature is on."""
     return replace(features, noise=False) != SamplerFeatures()
-
-
-def _valid(vocab_start: int, vocab_limit: int, width: int) -> int:
-    """How many of this rank's columns are ids below `vocab_limit`."""
-    return min(max(vocab_limit - vocab_start, 0), width)
 
 
 def sample_gathered(

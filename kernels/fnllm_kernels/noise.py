@@ -33,9 +33,22 @@ def mix(x: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
 
 def row_keys(seed: Int[Tensor, " B"], position: Int[Tensor, " B"]) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
     """Two 32-bit keys (in int64) for a row that draws the token at `position`; `seed` may be any int64."""
+    keys = mixed_keys(seed, position)
+    return keys[0], keys[1]
+
+
+# An op of its own because Inductor expands each `x ^ (x >> n)` into two copies of x: nine in a row take minutes.
+@torch.library.custom_op("fnllm::mixed_keys", mutates_args=())
+def mixed_keys(seed: Tensor, position: Tensor) -> Tensor:
+    """`row_keys` as one tensor [2, B]."""
     seed, position = seed.long(), position.long()
-    low, high, position = seed & LOW_32, (seed >> 32) & LOW_32, position & LOW_32
-    return mix(mix(mix(low ^ SEED_1) ^ high) ^ position), mix(mix(mix(position ^ SEED_2) ^ low) ^ high)
+    low, high, place = seed & LOW_32, (seed >> 32) & LOW_32, position & LOW_32
+    return torch.stack([mix(mix(mix(low ^ SEED_1) ^ high) ^ place), mix(mix(mix(place ^ SEED_2) ^ low) ^ high)])
+
+
+@mixed_keys.register_fake
+def _(seed: Tensor, position: Tensor) -> Tensor:
+    return seed.new_empty((2, seed.shape[0]), dtype=torch.int64)
 
 
 def token_hash(key_1: Int[Tensor, " B"], key_2: Int[Tensor, " B"], token_ids: Int[Tensor, " V"]) -> Int[Tensor, "B V"]:

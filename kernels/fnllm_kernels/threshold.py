@@ -97,6 +97,29 @@ def reach_reference(
     return value, torch.where(values > value[:, None], measure, 0).sum(-1)
 
 
+def reach_among_few(
+    logits: Float[Tensor, "B V"],
+    top: Float[Tensor, " B"],
+    temperature: Float[Tensor, " B"],
+    target: Int[Tensor, " B"],
+    by_mass: bool,
+    valid: int,
+) -> tuple[Float[Tensor, " B"], Int[Tensor, " B"]]:
+    """`reach_reference`, sorting only as many of the largest logits as turn out to be needed; reads values back."""
+    values = logits[:, :valid].float()
+    values = torch.where(values.isnan(), -torch.inf, values)
+    finite = values > -torch.inf
+    total = (torch.where(finite, masses(values, top, temperature), 0).long() if by_mass else finite).sum(-1)
+    endless = total < target
+    for width in (1, 256, 4096):
+        if width < valid:
+            near = torch.topk(values, width, dim=-1).values
+            value, above = reach_reference(near, top, temperature, target, by_mass, width)
+            if ((value > -torch.inf) | endless).all():
+                return torch.where(endless, -torch.inf, value), torch.where(endless, total, above)
+    return reach_reference(values, top, temperature, target, by_mass, valid)
+
+
 @torch.library.custom_op("fnllm::reach", mutates_args=())
 def reach(
     logits: Tensor, top: Tensor, temperature: Tensor, target: Tensor, by_mass: bool, valid: int
@@ -104,7 +127,7 @@ def reach(
     """`reach_reference`: on a CPU in plain torch, on a GPU in Triton."""
     if logits.is_cuda:
         return launch_reach(logits, top, temperature, target, by_mass, valid)
-    return reach_reference(logits, top, temperature, target, by_mass, valid)
+    return reach_among_few(logits, top, temperature, target, by_mass, valid)
 
 
 @reach.register_fake

@@ -46,7 +46,7 @@ def batch_of(n, features):
         rows = rows._replace(bias_ids=torch.randint(-1, VOCAB, (n, 2)), bias_values=torch.randn(n, 2))
         rows = rows._replace(stop_ids=torch.randint(-1, VOCAB, (n, 2)), min_position=torch.randint(0, 9, (n,)))
     history = empty_history(n, 6)
-    return torch.randn(n, VOCAB) * 3, rows, torch.arange(n), history
+    return (torch.randn(n, VOCAB) * 3).round(), rows, torch.arange(n), history
 
 
 @pytest.mark.parametrize("name", FEATURES)

@@ -8,6 +8,7 @@ from unit.sampler.settings import kept_by_sorting
 from fnllm.sampler import SamplerFeatures, default_rows
 from fnllm.sampler.filters import Source, keep_mask
 from fnllm.tensor_parallel import SINGLE, simulate
+from fnllm_kernels.threshold import MASS_ONE, reach_among_few, reach_reference
 
 torch.set_num_threads(1)
 ALL = SamplerFeatures(noise=True, top_k=True, top_p=True, min_p=True)
@@ -119,3 +120,19 @@ def test_shards_keep_what_the_whole_keeps(size, candidates):
     assert torch.equal(whole, keep_mask(logits, rows_of(cases), features=ALL, tp=SINGLE))
     assert all(call.shape[-1] <= 37 and len(call.shape) <= 2 for call in calls)
     assert len(calls) == (3 if candidates else 19)
+
+
+@pytest.mark.parametrize("by_mass", [False, True])
+def test_sorting_few_logits_equals_sorting_all(by_mass):
+    torch.manual_seed(5)
+    logits = torch.randn(4, 9000).round(decimals=2)
+    logits[1] *= 10
+    logits[2, 300:] = -torch.inf
+    top, temperature = logits.amax(-1), torch.tensor([1.0, 0.5, 2.0, 1e-30])
+    for counts in ([1, 9, 100, 2], [255, 256, 301, 1], [5000, 2**62, 2**62, 8999], [2**62] * 4, [3000, 1, 2, 9000]):
+        target = torch.tensor(counts)
+        if by_mass:
+            target = (target.double() * MASS_ONE / 20).clamp(1, 2.0**62).long()
+        args = (logits, top, temperature, target, by_mass, 9000)
+        for got, want in zip(reach_among_few(*args), reach_reference(*args), strict=True):
+            assert torch.equal(got, want)
