@@ -14,8 +14,8 @@ from fnllm_kernels.threshold import MASS_ONE, masses
 
 
 def masked_logits(logits: Float[Tensor, "T V"], vocab_start: int, vocab_limit: int) -> Float[Tensor, "T V"]:
-    """Float32 logits of this rank's slice, -inf from id `vocab_limit` on. NaN becomes -inf: no NaN is ever drawn."""
-    logits = logits.float()
+    """Logits of this rank's slice in float32 (float64 stays), -inf from id `vocab_limit` on and where NaN is."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = torch.where(logits == logits, logits, -torch.inf)
     valid = valid_columns(logits.shape[-1], vocab_start, vocab_limit)
     if valid == logits.shape[-1]:
