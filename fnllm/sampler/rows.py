@@ -38,7 +38,7 @@ def default_rows(
 ) -> SamplerRows:
     """`n` greedy rows with everything off, in the widths of `features`."""
 
-    def full(value: float, dtype: torch.dtype, *width: int) -> Tensor:
+    def full(value: int | float, dtype: torch.dtype, *width: int) -> Tensor:
         return torch.full((n, *width), value, dtype=dtype, device=device)
 
     return SamplerRows(
@@ -117,7 +117,7 @@ def put_rows(rows: SamplerRows, index: Int[Tensor, " B"], values: SamplerRows) -
 def widen_rows(rows: SamplerRows, features: SamplerFeatures) -> SamplerRows:
     """`rows` with its tables widened to those of wider `features`; the new entries are padding."""
 
-    def widen(table: Tensor, width: int, fill: float) -> Tensor:
+    def widen(table: Tensor, width: int, fill: int | float) -> Tensor:
         return torch.nn.functional.pad(table, (0, width - table.shape[1]), value=fill)
 
     return rows._replace(
@@ -146,7 +146,7 @@ def _index(fns: tuple, fn: Any) -> int:
     return fns.index(fn)
 
 
-def _padded(lists: list, width: int, fill: float, dtype: torch.dtype, name: str) -> Tensor:
+def _padded(lists: list, width: int, fill: int | float, dtype: torch.dtype, name: str) -> Tensor:
     longest = max((len(values) for values in lists), default=0)
     if longest > width:
         raise ValueError(f"a row needs {longest} entries of features.{name}={width}; use features_of")

@@ -23,7 +23,7 @@ def from_sortable(key: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
-def pack(score: Float[Tensor, "*shape"], ids: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
+def pack(score: Float[Tensor, "*#shape"], ids: Int[Tensor, "*#shape"]) -> Int[Tensor, "..."]:
     """int64 keys ordered by score, then by falling id; ids in [0, 2**32)."""
     return sortable(score).long() * 2**32 + (LOW_32 - ids)
 
