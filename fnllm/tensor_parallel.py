@@ -71,6 +71,7 @@ class ProcessGroup:
     # The functional ops are used directly: their eager wrappers return a tensor subclass that waits on first use, which
     # would leak into the caller's values, and the wrappers' names change between torch versions.
     def all_reduce(self, x: Tensor) -> Tensor:
+        refuse_gradients(x)
         return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", self.group_name))
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
@@ -82,6 +83,15 @@ class ProcessGroup:
         dim = dim % x.dim()
         by_rank = stacked.reshape(self.size, *x.shape)
         return by_rank.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def refuse_gradients(x: Tensor) -> None:
+    """ValueError where a gradient would be lost: the ops of a process group have none."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError(
+            "gradients do not pass between the ranks of a process group; wrap the call in torch.no_grad(), train on "
+            "one rank, or use fnllm.simulate, through which they do"
+        )
 
 
 def _wait(x: Tensor) -> Tensor:

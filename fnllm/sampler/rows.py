@@ -104,9 +104,26 @@ def rows_from_sampling(
     )
 
 
-def take_rows(rows: SamplerRows, index: Int[Tensor, " B"]) -> SamplerRows:
-    """The rows of `index`, in its order."""
-    return SamplerRows(*(values[index] for values in rows))
+def take_rows(rows: SamplerRows, index: Int[Tensor, " B"], features: SamplerFeatures | None = None) -> SamplerRows:
+    """The rows of `index`, in its order; with `features` only the settings that they read, the others as they are."""
+    unread: set[str] = set()
+    if features is not None:
+        used = {  # besides seed and temperature
+            "top_k": features.top_k,
+            "top_p": features.top_p,
+            "min_p": features.min_p,
+            "repetition_penalty": features.penalties,
+            "presence_penalty": features.penalties,
+            "frequency_penalty": features.penalties,
+            "min_position": features.stops > 0,
+            "stop_ids": features.stops > 0,
+            "bias_ids": features.bias > 0,
+            "bias_values": features.bias > 0,
+            "logits_fn": bool(features.logits_fns),
+        }
+        needs_all = features.top_k or features.top_p or features.min_p
+        unread = {name for name, read in used.items() if not read and not needs_all}
+    return SamplerRows(*(x if name in unread else x[index] for name, x in zip(rows._fields, rows, strict=True)))
 
 
 def put_rows(rows: SamplerRows, index: Int[Tensor, " B"], values: SamplerRows) -> SamplerRows:

@@ -56,11 +56,21 @@ def sample(
     """
     if features.penalties and history is None:
         raise ValueError("features.penalties needs history; pass a History of the batch's rows")
-    raw = masked_logits(logits, vocab_start, vocab_limit)
-    adjusted = raw
+    kernels = logits.is_cuda if kernels is None else kernels
+    if kernels and not needs_logits(features):
+        # Nothing reads the logits but the draw: they are not copied to float32.
+        source = Source(logits, valid_columns(logits.shape[1], vocab_start, vocab_limit))
+        found = draw(
+            logits, rows, positions, features=features, vocab_start=vocab_start, tp=tp, source=source, kernels=True
+        )
+        return Sampled(found)
+    width = vocab_limit if vocab_size is None else vocab_size
+    # Log-probabilities are those of the model's whole vocabulary, which scoring sees, too.
+    raw = masked_logits(logits, vocab_start, width)
+    drawable = raw if width == vocab_limit else masked_logits(raw, vocab_start, vocab_limit)
+    adjusted = drawable
     if features.logits_fns:
-        width = vocab_limit if vocab_size is None else vocab_size
-        adjusted = _apply_logits_fns(raw, rows, history, features, vocab_start, width, tp)
+        adjusted = _apply_logits_fns(drawable, rows, history, features, vocab_start, width, tp)
     if features.penalties:
         counts, seen = token_counts(history, vocab_start, raw.shape[1])
         adjusted = penalise(adjusted, counts, seen, rows)
@@ -69,11 +79,11 @@ def sample(
     if features.stops:
         early = (positions < rows.min_position)[:, None] & (rows.stop_ids >= 0)
         adjusted = _add_at(adjusted, rows.stop_ids, torch.where(early, -torch.inf, 0.0), vocab_start)
-    if adjusted is not raw:
+    if adjusted is not drawable:
         # Nothing above may bring back what must not be drawn, or leave a NaN.
         adjusted = masked_logits(adjusted, vocab_start, vocab_limit)
     source = Source(adjusted, adjusted.shape[1])
-    if adjusted is raw:
+    if adjusted is drawable:
         source = Source(logits, valid_columns(logits.shape[1], vocab_start, vocab_limit))
     ids = draw(
         adjusted, rows, positions, features=features, vocab_start=vocab_start, tp=tp, source=source, kernels=kernels

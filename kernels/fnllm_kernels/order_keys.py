@@ -23,14 +23,15 @@ def from_sortable(key: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
-def pack(score: Float[Tensor, "*#shape"], ids: Int[Tensor, "*#shape"]) -> Int[Tensor, "..."]:
+def pack(score: Float[Tensor, "*shape"], ids: Int[Tensor, "*#shape"]) -> Int[Tensor, "*shape"]:
     """int64 keys ordered by score, then by falling id; ids in [0, 2**32)."""
-    return sortable(score).long() * 2**32 + (LOW_32 - ids)
+    # xor, not a subtraction: Inductor folds sums of an arange into 32-bit index arithmetic
+    return sortable(score).long() * 2**32 + (ids.long() ^ LOW_32)
 
 
 def packed_ids(key: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
     """The token ids (int64) of packed keys."""
-    return LOW_32 - (key & LOW_32)
+    return (key & LOW_32) ^ LOW_32
 
 
 def packed_scores(key: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

@@ -1,0 +1,257 @@
+"""One rank of benchmarks/tensor_parallel.py: torchrun ... tensor_parallel_ranks.py PART SETTINGS_JSON."""
+
+import json
+import os
+import signal
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from workloads import config_dict, measure
+
+import fnllm
+import fnllm.engines
+import fnllm_weights
+from fnllm.distributed import join, launched, local_device, world
+from fnllm.one_shot import one_shot_tp
+from fnllm.rope import make_rope
+from fnllm.scoring import context, packed_batch
+from fnllm.tensor_parallel import ProcessGroup
+
+GREEDY = 16  # tokens compared for each prompt
+TINY = dict(
+    hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=96
+)
+
+
+def emit(s: SimpleNamespace, **row: Any) -> None:
+    """Add a result, on rank 0."""
+    if launched().rank == 0:
+        line = json.dumps(dict(ranks=s.ranks, all_reduce=os.environ.get("FNLLM_ALL_REDUCE", "group"), **row))
+        print(line, flush=True)
+        with open(s.rows, "a") as file:
+            file.write(line + "\n")
+
+
+def group() -> ProcessGroup:
+    import torch.distributed as dist
+    import torch.distributed._functional_collectives  # noqa: F401  registers the functional ops
+
+    return ProcessGroup(dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name)
+
+
+def shape(size: str) -> fnllm_weights.ModelConfig:
+    fields = config_dict("0.6b" if size == "tiny" else size)
+    return fnllm_weights.ModelConfig.from_dict({**fields, **TINY, "vocab_size": 2000} if size == "tiny" else fields)
+
+
+def options(s: SimpleNamespace, **more: Any) -> dict:
+    return dict(
+        compile=s.compile, max_model_len=4096, **({"num_blocks": 512, "max_num_seqs": 8} if s.cpu else {}), **more
+    )
+
+
+def equal(s: SimpleNamespace) -> None:
+    """Greedy tokens of the oracle checkpoints in float32 through the captured step; logits of both dtypes to a file."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    kept = {}
+    folders = [folder.parent for folder in sorted(Path(s.oracle).glob("*/config.json"))]
+    compiled = s.compile != "none"
+    for folder in [*folders, *([Path(s.smollm2)] if s.smollm2 else [])]:
+        small = folder in folders
+        golden = json.loads((folder if small else Path(s.oracle) / "smollm2").joinpath("golden.json").read_text())
+        cases = [case for case in golden["prompts"].values() if case["greedy"]]
+        params = fnllm.load(folder, dtype="float32", device=s.device)
+        # Compiling each of many small models would take the time; one of them and the real one are.
+        mode = s.compile if not small or folder.name == "qwen3-odd" else "graphs" if compiled else "none"
+        sampling = fnllm.Sampling(temperature=0, max_tokens=GREEDY, ignore_eos=True)
+        settings = dict(compile=mode, num_blocks=64, block_size=16, max_num_seqs=8, max_model_len=256)
+        outs = fnllm.generate(params, [case["prompt"] for case in cases], sampling, **settings)
+        same = [list(out.token_ids) == case["greedy"][:GREEDY] for out, case in zip(outs, cases, strict=True)]
+        emit(s, part="equal", checkpoint=folder.name, compile=mode, prompts=len(same), equal_tokens=sum(same))
+        for dtype in ("float32", "bfloat16"):
+            params = params if dtype == "float32" else fnllm.load(folder, dtype=dtype, device=s.device)
+            kept[folder.name, dtype] = logits_of(params, cases[-1]["prompt"] + cases[-1]["greedy"])
+    if launched().rank == 0:
+        torch.save(kept, Path(s.folder) / f"logits{s.ranks}.pt")
+
+
+def logits_of(params: fnllm.Params, ids: list[int]) -> torch.Tensor:
+    device, tp = params.tree["norm"].device, world(params.shard)
+    batch = packed_batch(torch.tensor(ids, device=device), [len(ids)], make_rope(params.config, device))
+    with torch.no_grad():
+        ctx = context(params, batch, fnllm.Layers(), tp=tp)
+        local = ctx.layers.lm_head(params.tree["lm_head"], fnllm.forward(params.tree, ctx), ctx)
+        return tp.all_gather(local)[:, : params.config.vocab_size].float().cpu()
+
+
+def random_model(s: SimpleNamespace) -> fnllm.Params:
+    """Random weights of the shape, each rank its own part of one model."""
+    config, place = shape(s.size), launched()
+    device = local_device(s.device)
+    if place.size > 1:
+        join(device)
+    tree = fnllm_weights.init(config, dtype="float32" if s.cpu else "bfloat16", device=device, shard=place)
+    return fnllm.Params(config, None, tree, place, {})
+
+
+def serve(s: SimpleNamespace) -> None:
+    """The workloads, and where a decode step's time goes."""
+    params = random_model(s)
+    if s.one_rank_group:  # what the collectives of one rank cost, and that they can be captured
+        join_alone(s)
+        fnllm.engines.world = lambda shard: group()
+
+    def generate(prompts: list, lens: list) -> None:
+        sampling = [fnllm.Sampling(temperature=0.6, max_tokens=n, ignore_eos=True) for n in lens]
+        vocabulary = params.config.vocab_size
+        fnllm.generate(params, [[t % vocabulary for t in p] for p in prompts], sampling, progress=False, **options(s))
+
+    began = time.perf_counter()
+    generate([[1, 2, 3]], [8])
+    emit(s, part="serve", size=s.size, workload="start", seconds=time.perf_counter() - began)
+    if s.cpu:
+        began = time.perf_counter()
+        generate([[1, 2, 3]] * 4, [16] * 4)
+        emit(s, part="serve", size=s.size, workload="four of 16", seconds=time.perf_counter() - began)
+        return
+    for which in s.work.split(","):
+        if which == "W1":
+            generate([[5] * 100] * 256, [2] * 256)  # graphs of the largest batch are not part of the figures
+        for row in measure(generate, s.size, which):
+            emit(s, part="serve", size=s.size, workload=which, **row)
+    for batch in (1, 32, 256):
+        emit(s, part="serve", size=s.size, workload="profile", **profile(generate, batch))
+
+
+def profile(generate: Any, batch: int, tokens: int = 32) -> dict:
+    """Shares of the device's time in decode steps of this batch, by kind of kernel."""
+    prompts = [[7 + n, 3, 5] for n in range(batch)]
+    generate(prompts, [4] * batch)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        generate(prompts, [tokens] * batch)
+    times = {event.key: event.self_device_time_total for event in seen.key_averages()}
+    total = sum(times.values())
+    signs = ("nccl", "allreduce", "all_reduce", "one_shot")
+    reduces = sum(time for name, time in times.items() if any(sign in name.lower() for sign in signs))
+    return dict(
+        batch=batch,
+        step_device_us=total / tokens,
+        all_reduce_us=reduces / tokens,
+        all_reduce_share=reduces / max(total, 1e-9),
+    )
+
+
+def join_alone(s: SimpleNamespace) -> None:
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    join(local_device(s.device))
+
+
+def reduce(s: SimpleNamespace) -> None:
+    """Microseconds of one all-reduce among 72 in a captured graph: the group's own, and through peer memory."""
+    join_alone(s)
+    device, usual = local_device(s.device), group()
+    for way, tp in (("group", usual), ("one_shot", one_shot_tp(usual))):
+        for rows in (1, 8, 32, 64, 256):
+            x = torch.full((rows, 4096), 0.5, dtype=torch.bfloat16, device=device)
+            try:
+                if not torch.equal(tp.all_reduce(x), x * s.ranks):
+                    raise ArithmeticError("the sum is wrong")
+                emit(s, part="reduce", way=way, rows=rows, bytes=x.nbytes, us=time_reduces(tp, x))
+            except Exception as error:
+                emit(s, part="reduce", way=way, rows=rows, error=f"{type(error).__name__}: {error}"[:300])
+
+
+def time_reduces(tp: Any, x: torch.Tensor, count: int = 72, repeats: int = 20) -> float:
+    def run() -> torch.Tensor:
+        y = x
+        for _ in range(count):
+            y = tp.all_reduce(y) * (1 / tp.size)
+        return y
+
+    if not x.is_cuda:
+        began = time.perf_counter()
+        run()
+        return (time.perf_counter() - began) / count * 1e6
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    times = []
+    for _ in range(repeats):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3 / count)
+    return statistics.median(times)  # with the multiplication, about a microsecond, in it
+
+
+def save(s: SimpleNamespace) -> None:
+    """A checkpoint to load, of random weights."""
+    config = shape(s.load_size)
+    device = local_device(s.device)
+    tree = fnllm_weights.init(config, dtype="bfloat16", device=device)
+    fnllm.save(fnllm.Params(config, None, tree, fnllm_weights.Shard(), {}), Path(s.folder) / "checkpoint")
+
+
+def load(s: SimpleNamespace) -> None:
+    """Seconds and bytes of each rank."""
+    place, device = launched(), local_device(s.device)
+    join_alone(s)
+    import torch.distributed as dist
+
+    folder = Path(s.folder) / "checkpoint"
+    for cache in ("first", "again"):  # the second time the files are in the host's memory
+        dist.barrier()
+        began = time.perf_counter()
+        _, report = fnllm_weights.load_with_report(folder, device=device, rank=place.rank, size=place.size)
+        seconds = time.perf_counter() - began
+        found: list = [None] * place.size
+        dist.all_gather_object(found, (seconds, report.nbytes))
+        on_disk = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        emit(
+            s,
+            part="load",
+            size=s.load_size,
+            cache=cache,
+            on_disk=on_disk,
+            seconds=[f[0] for f in found],
+            bytes=[f[1] for f in found],
+        )
+
+
+def fault(s: SimpleNamespace) -> None:
+    """Decode until the last rank is killed, or hangs, in the middle of captured steps."""
+    params = random_model(s)
+    join_alone(s)
+    sampling = fnllm.Sampling(temperature=0.6, max_tokens=2000, ignore_eos=True)
+    victim = launched().rank == launched().size - 1
+
+    def strike() -> None:
+        Path(s.folder, "struck").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for count, _ in enumerate(fnllm.stream(params, [[1, 2, 3]] * 4, sampling, **options(s))):
+        if victim and count == 40 and s.kind == "kill":
+            threading.Timer(0.05, strike).start()
+        if victim and count == 40 and s.kind == "hang":
+            Path(s.folder, "struck").write_text(str(time.time()))
+            time.sleep(3600)
+
+
+if __name__ == "__main__":
+    part, settings = sys.argv[1], SimpleNamespace(**json.loads(sys.argv[2]))
+    if settings.cpu:
+        torch.set_num_threads(1)
+    dict(equal=equal, serve=serve, reduce=reduce, save=save, load=load, fault=fault)[part](settings)

@@ -1,0 +1,55 @@
+"""The paged KV cache: a pool of fixed-size blocks for each layer, and how many of them fit in memory.
+
+Only `fnllm::store_kv` and `fnllm::copy_blocks` write into it.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fnllm_weights import LocalSizes, ModelConfig
+
+
+class KVCache(NamedTuple):
+    """One pool of blocks per layer for keys and one for values; their addresses never change."""
+
+    k: tuple[Float[Tensor, "P S K D"], ...]
+    v: tuple[Float[Tensor, "P S K D"], ...]
+
+    @property
+    def block_size(self) -> int:
+        return self.k[0].shape[1]
+
+
+def allocate(
+    config: ModelConfig, sizes: LocalSizes, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    """Allocate the pool for this rank's KV heads, filled with zeros."""
+    shape = (num_blocks, block_size, sizes.kv_heads, config.head_dim)
+    pools = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2 * config.num_hidden_layers)]
+    return KVCache(tuple(pools[0::2]), tuple(pools[1::2]))
+
+
+def block_bytes(config: ModelConfig, sizes: LocalSizes, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes that one block takes over all layers, keys and values."""
+    return 2 * config.num_hidden_layers * block_size * sizes.kv_heads * config.head_dim * dtype.itemsize
+
+
+def blocks_that_fit(*, free: int, total: int, reserve: int, utilization: float, per_block: int, needed: int) -> int:
+    """How many blocks to allocate, from measured memory figures in bytes.
+
+    `free` and `total` describe the device now, `reserve` is what the steps need besides the pool, `utilization` the
+    share of the device that the process may use, `needed` the blocks that the largest possible load can fill.
+    Raises ValueError with the figures when not even one block fits.
+    """
+    available = min(free, int(total * utilization) - (total - free)) - reserve
+    blocks = min(needed, available // per_block)
+    if blocks < 1:
+        raise ValueError(
+            f"no room for a KV cache: {free / 1e9:.2f} of {total / 1e9:.2f} GB are free, utilization={utilization} and "
+            f"a reserve of {reserve / 1e9:.2f} GB leave {available / 1e9:.2f} GB, and one block takes "
+            f"{per_block / 1e9:.4f} GB; free memory, raise utilization, or give num_blocks"
+        )
+    return blocks

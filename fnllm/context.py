@@ -1,0 +1,37 @@
+"""The context that every layer function receives: explicit, immutable, and the whole of what it may read."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from fnllm.batch import Batch
+from fnllm.cache import KVCache
+from fnllm.taps import Taps
+from fnllm.tensor_parallel import TensorParallel
+from fnllm_kernels.attention import ReferencePlan
+from fnllm_weights import LocalSizes, ModelConfig
+
+if TYPE_CHECKING:
+    from fnllm.layers import Layers
+
+
+class Context(NamedTuple):
+    """Everything besides its parameters and its input that a layer function may look at."""
+
+    config: ModelConfig
+    sizes: LocalSizes  # this rank's heads and widths
+    tp: TensorParallel
+    layers: "Layers"  # the functions in use, so that a swapped one can call the others
+    batch: Batch
+    cache: KVCache | None  # None: score without a cache, every sequence whole
+    backend: str  # of paged attention
+    max_context: int  # no sequence of the batch has more keys; 0: as many as the block tables hold
+    # of the attention backend, by sliding window, made once a step
+    metadata: dict[int, Tensor | ReferencePlan | None] | None
+    taps: Taps
+    layer: int = -1  # index of the decoder layer; -1 outside
+
+    def tap(self, name: str, x: Tensor) -> Tensor:
+        """Let taps see, and edit, an activation: `name` is the last part of a site such as `layers.3.resid_mid`."""
+        site = name if self.layer < 0 else f"layers.{self.layer}.{name}"
+        return self.taps(site, x, self)

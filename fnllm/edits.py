@@ -1,0 +1,159 @@
+"""Edits: pure functions applied to activations at named sites, chosen per request; steering, ablation, patching.
+
+What is compiled is a `Channel` (site, function, shapes); a request's values are rows of tensors that the step reads.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Edit:
+    """Applies `apply(x, ctx, *values) -> y` to an activation `x` [tokens, ...] at a site, y with x's shape and dtype.
+
+    `values` are tensors of any shape, the request's own: `apply` gets each with a leading axis of tokens, so that row t
+    belongs to the request of token t (`ctx.batch.positions[t]` is its place there). Equal functions with equal shapes
+    share one compiled step whatever the values, so name the function once rather than write a lambda for each call.
+    """
+
+    site: str
+    apply: Callable[..., Tensor]
+    values: Any = ()  # a tensor or several; stored as a tuple
+
+    def __post_init__(self) -> None:
+        values = (self.values,) if isinstance(self.values, Tensor) else tuple(self.values)
+        for index, value in enumerate(values):
+            if not isinstance(value, Tensor):
+                raise TypeError(
+                    f"values[{index}] of the edit at {self.site} must be a tensor, found {type(value).__name__}"
+                )
+        if not callable(self.apply):
+            raise TypeError(f"apply of the edit at {self.site} must be a function, found {type(self.apply).__name__}")
+        object.__setattr__(self, "values", values)
+
+
+class Channel(NamedTuple):
+    """The static part of an edit: what a compiled step knows of it."""
+
+    site: str
+    apply: Callable[..., Tensor]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+def steer(site: str, vector: Tensor, scale: float = 1.0, *, start: int = 0) -> Edit:
+    """Add `scale * vector` at every token from position `start` on (Turner et al. 2023, activation addition)."""
+    return Edit(site, add_vector, (scale * vector, torch.tensor(start)))
+
+
+def ablate(site: str, direction: Tensor) -> Edit:
+    """Remove the component along `direction` at every token (Arditi et al. 2024, directional ablation)."""
+    return Edit(site, remove_direction, direction / direction.norm())
+
+
+def patch(site: str, rows: Tensor, position: int) -> Edit:
+    """Replace the activations at positions `position`, `position + 1`, ... by `rows` [n, *width] from another run."""
+    return Edit(site, replace_rows, (rows, torch.tensor(position)))
+
+
+def add_vector(x: Tensor, ctx: Any, vector: Tensor, start: Tensor) -> Tensor:
+    on = column(ctx.batch.positions >= start, x)
+    return torch.where(on, (x + vector).to(x.dtype), x)
+
+
+def remove_direction(x: Tensor, ctx: Any, direction: Tensor) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    unit = direction.to(wide)
+    return (x - (x * unit).sum(-1, keepdim=True) * unit).to(x.dtype)
+
+
+def replace_rows(x: Tensor, ctx: Any, rows: Tensor, position: Tensor) -> Tensor:
+    place = ctx.batch.positions - position
+    inside = (place >= 0) & (place < rows.shape[1])
+    token = torch.arange(x.shape[0], device=x.device)
+    return torch.where(column(inside, x), rows[token, place.clamp(0, rows.shape[1] - 1)].to(x.dtype), x)
+
+
+def column(mask: Tensor, x: Tensor) -> Tensor:
+    """A mask of tokens, broadcast over the other axes of `x`."""
+    return mask.view(-1, *(1,) * (x.dim() - 1))
+
+
+def edits_of_each(edits: Any, count: int) -> list[tuple[Edit, ...]]:
+    """Each of `count` prompts' edits: the same for all, or a list with one entry (some edits, or None) for each.
+
+    Raises TypeError or ValueError that says what is wrong.
+    """
+    given = [edits] if isinstance(edits, Edit) else list(edits or ())
+    if all(isinstance(edit, Edit) for edit in given):
+        return [tuple(given)] * count
+    each = [(one,) if isinstance(one, Edit) else tuple(one or ()) for one in given]
+    for index, some in enumerate(each):
+        if not all(isinstance(edit, Edit) for edit in some):
+            raise TypeError(f"edits[{index}] must be an Edit, several, or None; found {given[index]!r}")
+    if len(each) != count:
+        raise ValueError(
+            f"{count} prompts and {len(each)} lists of edits; give edits for all prompts, or one list for each"
+        )
+    return each
+
+
+def channel_of(edit: Edit) -> Channel:
+    """The static part of an edit."""
+    shapes, dtypes = tuple(tuple(v.shape) for v in edit.values), tuple(v.dtype for v in edit.values)
+    return Channel(edit.site, edit.apply, shapes, dtypes)
+
+
+def channels_of(choices: Iterable[Sequence[Edit]]) -> tuple[Channel, ...]:
+    """Channels in an order that contains every request's edits as a subsequence: edits at a site apply in their order.
+
+    >>> a, b = Edit("x", abs), Edit("x", max)
+    >>> [c.apply.__name__ for c in channels_of([[a, b], [b], [b, a]])]
+    ['abs', 'max', 'abs']
+    """
+    channels: list[Channel] = []
+    for edits in choices:
+        at = 0
+        for edit in edits:
+            channel = channel_of(edit)
+            at = channels.index(channel, at) if channel in channels[at:] else len(channels)
+            if at == len(channels):
+                channels.append(channel)
+            at += 1
+    return tuple(channels)
+
+
+def placed(edits: Sequence[Edit], channels: Sequence[Channel]) -> list[Edit | None]:
+    """For each channel the edit that uses it. Raises ValueError for an edit that no channel is there for."""
+    places: list[Edit | None] = [None] * len(channels)
+    at = 0
+    for edit in edits:
+        channel = channel_of(edit)
+        if channel not in channels[at:]:
+            raise ValueError(
+                f"this engine was not built for the edit {name_of(edit.apply)} at {edit.site} with values of shapes "
+                f"{channel.shapes}; give engine(edits=...) one of this function and these shapes, in this order"
+            )
+        at = channels.index(channel, at)
+        places[at] = edit
+        at += 1
+    return places
+
+
+def edit_key(edits: Sequence[Edit]) -> Hashable:
+    """What tells two edits apart for the prefix cache: function and values, by content. () without edits."""
+    return tuple((channel_of(edit), tuple(map(content, edit.values))) for edit in edits)
+
+
+def content(x: Tensor) -> bytes:
+    """The bytes of a tensor."""
+    return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def name_of(function: Callable) -> str:
+    """A function's name for an error message."""
+    return getattr(function, "__qualname__", repr(function))

@@ -1,0 +1,244 @@
+"""The engine: a loop body around the pure step. `step` is `schedule`, launch, read back, `commit`."""
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fnllm import scheduler
+from fnllm.capture import (
+    NOTHING,
+    Capture,
+    CapturedRows,
+    as_capture,
+    captured_rows,
+    expand,
+    needs_whole_prompt,
+    union_of_sites,
+)
+from fnllm.distributed import world
+from fnllm.edits import Edit, channels_of, edit_key, placed
+from fnllm.layers import Layers
+from fnllm.machine import Job, Machine, Variant, looks_back
+from fnllm.options import EngineOptions, resolve
+from fnllm.prompts import check_ids
+from fnllm.readback import Readback, read_back
+from fnllm.sampler import child_seed, features_of
+from fnllm.sampling import Sampling
+from fnllm.scheduler import Events, Plan, Request, SchedulerConfig
+from fnllm.state import State
+from fnllm.tensor_parallel import TensorParallel
+from fnllm_weights import Params
+
+
+class Flight(NamedTuple):
+    """A launched step whose results are not read yet."""
+
+    plan: Plan
+    results: Readback
+    captured: tuple[CapturedRows, ...] = ()
+
+
+class StepEvents(NamedTuple):
+    """What a step brought: the scheduler's events, and the step's other results in the order of its plan's entries."""
+
+    events: Events
+    plan: Plan
+    results: Readback
+    captured: tuple[CapturedRows, ...] = ()  # whose the rows of `results.captured` are
+
+
+class Engine:
+    """Parameters, a variant of the layer functions, and the machine they run on. States are values outside of it."""
+
+    def __init__(
+        self,
+        params: Params,
+        machine: Machine,
+        variant: Variant,
+        edits: tuple[Edit, ...] = (),
+        capture: Capture = NOTHING,
+    ):
+        self.params, self.machine, self.variant = params, machine, variant
+        self.edits, self.capture = edits, capture  # of a request that does not choose
+
+    @property
+    def limits(self) -> SchedulerConfig:
+        options = self.machine.options
+        return SchedulerConfig(
+            num_blocks=self.machine.num_blocks,
+            block_size=options.block_size,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_model_len=options.max_model_len,
+            prefix_cache=options.prefix_cache,
+            chunked_prefill=options.chunked_prefill,
+            max_chunk=options.max_chunk,
+        )
+
+    def init(self) -> State:
+        """A state without requests and with an empty prefix cache."""
+        return State(scheduler.init(self.limits), self.machine.clock, self.variant, self.params.config.vocab_size)
+
+    def request(
+        self,
+        prompt: Iterable[int],
+        sampling: Sampling,
+        *,
+        seed: int = 0,
+        sample: int = 0,
+        cache_tag: Any = None,
+        edits: Iterable[Edit] | None = None,
+        capture: Capture | Iterable[str] | None = None,
+        version: int | None = None,
+    ) -> Request:
+        """A request for `add`. `sample` is the number of this copy among a prompt's n; `cache_tag` keeps requests apart
+        in the prefix cache that must not share blocks. `edits` and `capture`, out of what the engine was built for, are
+        the engine's own when None. `version` spares looking at every weight again: what `machine.version_of` just said.
+        Raises ValueError for others.
+        """
+        config = self.params.config
+        prompt = check_ids("prompt", tuple(prompt), config.vocab_size)
+        edits = self.edits if edits is None else tuple(edits)
+        placed(edits, self.variant.edits)
+        capture = self.capture if capture is None else expand(config, as_capture(capture))
+        if missing := set(capture.sites) - set(self.variant.capture):
+            raise ValueError(
+                f"this engine was not built to capture {sorted(missing)}; name them in engine(capture=...)"
+            )
+        stops = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stops |= frozenset(config.eos_token_ids)
+        return Request(
+            prompt=prompt,
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            stop_token_ids=stops,
+            cache_key=scheduler.make_cache_key(
+                params=self.machine.version_of(self.params) if version is None else version,
+                layers=self.variant.layers,
+                edits=edit_key(edits),
+                tag=cache_tag,
+            ),
+            # What is captured must be computed, not found.
+            use_cache=not needs_whole_prompt(capture, len(prompt)),
+            payload=Job(
+                sampling,
+                child_seed(seed if sampling.seed is None else sampling.seed, sample),
+                len(prompt),
+                edits=edits,
+                capture=capture,
+            ),
+            keep=True,
+        )
+
+    def prepare(self, sampling: Sampling) -> None:
+        """Build the steps for requests sampled like this one beforehand; otherwise each is built when first needed."""
+        features = features_of([sampling], eos_token_ids=self.params.config.eos_token_ids)
+        self.machine.prepare(self.params, self.variant, features)
+
+    def step(self, state: State) -> tuple[State, StepEvents | None]:
+        """One step, waited for; None when there is nothing to do."""
+        state, flight = self.launch(state)
+        return (state, None) if flight is None else self.collect(state, flight)
+
+    def launch(self, state: State) -> tuple[State, Flight | None]:
+        """Schedule a step and start it. The state then waits for `collect`; one more step may be launched before."""
+        if state.variant != self.variant:
+            raise ValueError(
+                "this state belongs to an engine with other layers, edits or captures, and its cache holds what those "
+                "computed; continue it there, or add its tokens to a state of this engine"
+            )
+        if state.clock != self.machine.clock:
+            state = self.recover(state)
+        planned, plan = scheduler.schedule(state.scheduler)
+        if plan is None:
+            return replace(state, scheduler=planned), None
+        tokens, owners = np.zeros(0, np.int64), ()
+        if self.variant.capture:
+            tokens, owners = captured_rows(lambda seq_id: capture_of(planned, seq_id), plan)
+        output = self.machine.execute(self.params, self.variant, plan, lambda seq_id: job_of(planned, seq_id), tokens)
+        results = read_back(output, len(tokens))
+        return replace(state, scheduler=planned, clock=self.machine.clock), Flight(plan, results, owners)
+
+    def collect(self, state: State, flight: Flight) -> tuple[State, StepEvents]:
+        """Wait for a launched step and take its tokens into the state."""
+        with self.machine.watch:
+            ids = flight.results.wait()[: len(flight.plan.rows)].astype(np.int32)
+        committed, events = scheduler.commit(state.scheduler, flight.plan, ids)
+        return replace(state, scheduler=committed), StepEvents(events, flight.plan, flight.results, flight.captured)
+
+    def recover(self, state: State) -> State:
+        """Continue a state that the machine has left since: blocks others wrote are forgotten and computed anew."""
+        disturbed = np.flatnonzero(self.machine.written > state.clock).tolist()
+        settled = scheduler.invalidate(state.scheduler, disturbed)
+        running = [int(seq_id) for seq_id in settled.rows.seq_id if seq_id >= 0]
+        for seq_id in sorted(running, reverse=True):  # the oldest ends up first in line
+            settled = scheduler.park(settled, seq_id)
+        return replace(state, scheduler=settled, clock=self.machine.clock)
+
+
+def job_of(state: scheduler.SchedulerState, seq_id: int) -> Job:
+    """What the device must know of a sequence that joins. After an `append` all it had then counts as its prompt."""
+    sequence = state.sequences[seq_id]
+    job: Job = sequence.request.payload._replace(prompt_length=sequence.prompt_len)
+    return job._replace(tokens=scheduler.tokens(state, seq_id)) if looks_back(job.sampling) else job
+
+
+def capture_of(state: scheduler.SchedulerState, seq_id: int) -> tuple[Capture, int]:
+    """What is captured of a sequence, and its prompt's length."""
+    job: Job = state.sequences[seq_id].request.payload
+    return job.capture, job.prompt_length
+
+
+def engine(
+    params: Params,
+    *,
+    layers: Layers | None = None,
+    edits: Iterable[Edit] = (),
+    capture: Capture | Iterable[str] | None = None,
+    tp: TensorParallel | None = None,
+    report: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Engine:
+    """An engine for these parameters; `options` are those of `EngineOptions`.
+
+    Engines of one `params` with equal options share a machine, so that another one costs nothing: no pool, no compiling
+    of what is compiled. A swapped layer has steps of its own and never sees others' cached prefixes. `edits` and
+    `capture` are what each request gets; one may choose others of the same functions, shapes and sites.
+    """
+    edits, capture = tuple(edits), expand(params.config, as_capture(capture))
+    variant = Variant(layers or Layers(), channels_of([edits]), union_of_sites([capture]))
+    machine = machine_for(params, variant, tp, report, EngineOptions(**options))
+    return Engine(params, machine, variant, edits, capture)
+
+
+def machine_for(
+    params: Params,
+    variant: Variant,
+    tp: TensorParallel | None,
+    report: Callable[[str], None] | None,
+    wanted: EngineOptions,
+) -> Machine:
+    """The machine of these parameters and options, built at first use, with the variant's names checked."""
+    for channel in variant.edits:
+        expand(params.config, Capture(channel.site))
+    tp = tp or world(params.shard)
+    workspace = {} if params.workspace is None else params.workspace
+    key = (wanted, tp)
+    if key not in workspace:
+        resolved = resolve(wanted, params.config, params.tree["embed"].device.type == "cuda")
+        workspace[key] = Machine(params, resolved, tp, report or (say if tp.rank == 0 else quiet))
+    return workspace[key]
+
+
+def quiet(line: str) -> None:
+    """Say nothing: another rank builds the same and tells of it."""
+
+
+def say(line: str) -> None:
+    """Tell a person at a terminal what is being built."""
+    if sys.stderr.isatty():
+        print(f"fnllm: {line}", file=sys.stderr)

@@ -1,0 +1,231 @@
+"""`generate` and `stream`: prompts in, completions out, a short loop over the engine's step."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fnllm.capture import capture_bytes, captures_of_each, expand, union_of_sites
+from fnllm.completion import Chunk, Completion, failed
+from fnllm.distributed import agree
+from fnllm.edits import Edit, channels_of, edits_of_each
+from fnllm.engines import Engine, Flight, machine_for
+from fnllm.layers import Layers
+from fnllm.machine import Machine, Variant
+from fnllm.options import EngineOptions
+from fnllm.progress import Meter, is_terminal
+from fnllm.prompts import normalise, pair_sampling
+from fnllm.sampling import Sampling, check_sampling, from_defaults
+from fnllm.scoring import prompt_logprobs
+from fnllm.state import State, abort, add
+from fnllm.tracks import Track, absorb, start, track
+from fnllm_weights import Params
+
+
+def generate(
+    params: Params,
+    prompts: Any,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    *,
+    layers: Layers | None = None,
+    edits: Sequence[Any] = (),
+    capture: Any = None,
+    seed: int | None = None,
+    chat: Mapping[str, Any] | None = None,
+    errors: str = "raise",
+    progress: bool | None = None,
+    **options: Any,
+) -> list[Completion]:
+    """Complete each prompt: text, token ids, or a chat; one prompt, or a list of them.
+
+    `sampling` is one for all or a list with one each (None: what the checkpoint recommends); with `n` > 1 a prompt's
+    samples follow one another in the result. `layers` swaps layer functions. `edits` (see `Edit`) change activations:
+    some for all prompts, or a list with some (or None) for each. `capture` returns activations in
+    `Completion.captured`: sites or a `Capture` for all prompts, or a list with a `Capture` or None for each. `seed`
+    makes the whole call repeatable (requests with a seed of their own always are). Under torchrun every rank makes the
+    same call and gets the same completions; calls that differ are refused on all of them. `chat` are options of the
+    chat template. With errors="return" a refused request's completion carries its error and the others run. `options`
+    are those of `EngineOptions`. Raises TypeError or ValueError that names the argument, before anything runs.
+    """
+    done: dict[tuple[int, int], Completion] = {}
+    for chunk in serve(params, prompts, sampling, layers, edits, capture, seed, chat, errors, progress, False, options):
+        if chunk.completion is not None:
+            done[chunk.index, chunk.sample] = chunk.completion
+    return [done[key] for key in sorted(done)]
+
+
+def stream(
+    params: Params,
+    prompts: Any,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    *,
+    layers: Layers | None = None,
+    edits: Sequence[Any] = (),
+    capture: Any = None,
+    seed: int | None = None,
+    chat: Mapping[str, Any] | None = None,
+    errors: str = "raise",
+    **options: Any,
+) -> Iterator[Chunk]:
+    """As `generate`, but yields pieces as they come; a request's last chunk carries its completion.
+
+    The arguments are checked by the call itself, the first step waits for the first `next`. Stopping to iterate aborts
+    what still runs and leaves everything usable.
+    """
+    return serve(params, prompts, sampling, layers, edits, capture, seed, chat, errors, False, True, options)
+
+
+def serve(
+    params: Params,
+    prompts: Any,
+    sampling: Sampling | Sequence[Sampling] | None,
+    layers: Layers | None,
+    edits: Sequence[Any],
+    capture: Any,
+    seed: int | None,
+    chat: Mapping[str, Any] | None,
+    errors: str,
+    progress: bool | None,
+    live: bool,
+    options: Mapping[str, Any],
+) -> Iterator[Chunk]:
+    """The loop behind `generate` and `stream`, with every argument checked before it is returned."""
+    Sampling(seed=seed)  # the limits are those of a request's own seed
+    seed = agree(
+        params,
+        seed,
+        prompts=prompts,
+        sampling=sampling,
+        layers=layers,
+        edits=edits,
+        capture=capture,
+        chat=chat,
+        errors=errors,
+        options=options,
+    )
+    found = normalise(prompts, params.tokenizer, params.config.vocab_size, errors=errors, chat=chat)
+    if sampling is None:
+        sampling = from_defaults(params.config.generation_defaults)
+    settings = pair_sampling(len(found.ids), sampling)
+    chosen = edits_of_each(edits, len(found.ids))
+    looked = [expand(params.config, one) for one in captures_of_each(capture, len(found.ids))]
+    variant = Variant(layers or Layers(), channels_of(chosen), union_of_sites(looked))
+    worker = Engine(params, machine_for(params, variant, None, None, EngineOptions(**options)), variant)
+    machine = worker.machine
+    state = replace(machine.idle, variant=variant) if machine.idle else worker.init()
+    version = machine.version_of(params)
+    tracks: dict[int, Track] = {}
+    refused: list[Chunk] = []
+    for index, (ids, setting) in enumerate(zip(found.ids, settings, strict=True)):
+        try:
+            if isinstance(ids, Exception):
+                raise ids
+            check_sampling(setting, vocab_size=params.config.vocab_size, has_tokenizer=params.tokenizer is not None)
+            for sample in range(setting.n):
+                request = worker.request(
+                    ids,
+                    setting,
+                    seed=seed + index,
+                    sample=sample,
+                    edits=chosen[index],
+                    capture=looked[index],
+                    version=version,
+                )
+                state, seq_id = add(state, request)
+                tracks[seq_id] = track(params, index, sample, ids, setting, live, time.perf_counter(), looked[index])
+        except (TypeError, ValueError) as error:
+            if errors == "raise":
+                raise
+            refused.append(Chunk(index=index, completion=failed(error)))
+    if variant.capture:
+        machine.reserve_for_captures(
+            sum(
+                capture_bytes(
+                    params.config,
+                    one.capture,
+                    prompt_tokens=len(one.prompt),
+                    new_tokens=min(one.sampling.max_tokens, machine.options.max_model_len - len(one.prompt)),
+                    dtype=machine.dtype,
+                )
+                for one in tracks.values()
+            )
+        )
+    shown = params.shard.rank == 0 and (is_terminal() if progress is None else progress)
+    return run(worker, state, tracks, refused, chosen, shown)
+
+
+def run(
+    worker: Engine,
+    state: State,
+    tracks: dict[int, Track],
+    refused: Sequence[Chunk],
+    edits: Sequence[Sequence[Edit]],
+    shown: bool,
+) -> Iterator[Chunk]:
+    """Step until every track has ended; however that ends, the state behind it serves the next call."""
+    machine = worker.machine
+    machine.idle = None  # until it is known where this ends
+    meter: Meter | None = None
+    flight: Flight | None = None
+    try:
+        yield from refused
+        score_prompts(worker.params, worker.variant.layers, tracks, edits, machine)
+        meter = Meter(len(tracks)) if shown else None
+        while tracks or flight is not None:
+            # On a GPU the next step is launched before the last one's tokens are read: the device never waits.
+            now = time.perf_counter()
+            state, launched = worker.launch(state)
+            if launched is not None:
+                start(launched.plan, tracks, now)
+            if not machine.asynchronous:
+                flight, launched = launched, None  # read at once
+            landed, flight = flight, launched
+            if landed is not None:
+                state, step = worker.collect(state, landed)
+                state, chunks = absorb(state, step, tracks, time.perf_counter())
+                if meter is not None:
+                    meter.step(step.plan, left=len(tracks))
+                yield from chunks
+            elif flight is None:
+                raise RuntimeError(f"the scheduler has {len(tracks)} requests and no step for them")
+    finally:
+        machine.idle = settled(worker, state, flight)
+        if meter is not None:
+            meter.close()
+
+
+def settled(worker: Engine, state: State, flight: Flight | None) -> State | None:
+    """The state without its sequences, so that none is left for the next call; None where a step broke off half-way."""
+    if flight is not None and flight.plan.step == state.scheduler.next_commit:
+        state, _ = worker.collect(state, flight)
+    if state.scheduler.next_commit != state.scheduler.next_step:
+        return None
+    for seq_id, _ in state.scheduler.sequences.items():
+        state = abort(state, seq_id)
+    return state
+
+
+def score_prompts(
+    params: Params,
+    layers: Layers | None,
+    tracks: Mapping[int, Track],
+    edits: Sequence[Sequence[Edit]],
+    machine: Machine,
+) -> None:
+    """Give the tracks that ask for it their prompts' log-probabilities, by `score`, whatever the prefix cache holds."""
+    asked = {one.index: one for one in tracks.values() if one.sampling.prompt_logprobs is not None}
+    if not asked:
+        return
+    found = prompt_logprobs(
+        params,
+        [one.prompt for one in asked.values()],
+        [one.sampling.prompt_logprobs or 0 for one in asked.values()],
+        layers=layers,
+        edits=[edits[index] for index in asked],
+        numerics=machine.options.numerics,
+        max_batched_tokens=machine.options.max_num_batched_tokens,
+        tp=machine.tp,
+    )
+    of_prompt = dict(zip(asked, found, strict=True))
+    for one in tracks.values():
+        one.prompt_logprobs = of_prompt.get(one.index)

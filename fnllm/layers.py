@@ -1,0 +1,197 @@
+"""The layer functions: each is `(p, x, ctx) -> y`, pure, and replaceable through the `Layers` record.
+
+Axes: T packed tokens, B sequences, H hidden, N query heads, K KV heads, D head dim, I MLP width, V vocabulary rows.
+Sizes are this rank's. Parameters are plain dicts of tensors; `ctx` is the explicit rest (see context.py).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fnllm.context import Context
+from fnllm.packed_attention import packed_attention
+from fnllm.rope import apply_rope
+from fnllm.sampler import Sampled, sample
+from fnllm_kernels.attention import paged_attention
+from fnllm_kernels.host_linear import host_linear
+from fnllm_kernels.kv_store import store_kv
+from fnllm_kernels.norm import add_rms_norm, rms_norm
+from fnllm_kernels.qk_norm_rope_store import qk_norm_rope_store
+from fnllm_kernels.silu_mul import silu_mul
+from fnllm_kernels.small_linear import small_linear
+
+
+def embed(p: Float[Tensor, "V H"], token_ids: Int[Tensor, " T"], ctx: Context) -> Float[Tensor, "T H"]:
+    """Vocabulary-parallel look-up: each rank contributes the rows it owns, and the sum is the embedding."""
+    local = token_ids - ctx.sizes.vocab_start
+    mine = (local >= 0) & (local < p.shape[0])
+    x = F.embedding(torch.where(mine, local, 0), p)
+    return ctx.tp.all_reduce(torch.where(mine[:, None], x, 0))
+
+
+def norm(p: Float[Tensor, " H"], x: Float[Tensor, "... H"], ctx: Context) -> Float[Tensor, "... H"]:
+    """RMSNorm over the last axis, computed in float32 (Zhang and Sennrich 2019)."""
+    if on_device(x, ctx):
+        return rms_norm(x, p, ctx.config.rms_norm_eps)
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + ctx.config.rms_norm_eps)
+    return p * (wide * scale).to(x.dtype)
+
+
+def add_norm(
+    p: Float[Tensor, " H"], x: Float[Tensor, "T H"], residual: Float[Tensor, "T H"] | None, ctx: Context
+) -> tuple[Float[Tensor, "T H"], Float[Tensor, "T H"]]:
+    """Add a sublayer's output to the residual stream and norm the sum: (normed, stream)."""
+    if residual is None:
+        return ctx.layers.norm(p, x, ctx), x
+    if on_device(x, ctx) and ctx.layers.norm is norm:
+        return add_rms_norm(x, residual, p, ctx.config.rms_norm_eps)
+    residual = residual + x
+    return ctx.layers.norm(p, residual, ctx), residual
+
+
+def on_device(x: Tensor, ctx: Context) -> bool:
+    """Whether to use kernels that do several operations at once: on a GPU, while generating (they have no gradient)."""
+    return x.is_cuda and ctx.cache is not None
+
+
+def linear(p: Float[Tensor, "O I"], x: Float[Tensor, "T I"], ctx: Context) -> Float[Tensor, "T O"]:
+    """The product of activations with a weight; every projection of the model, and the head, goes through it."""
+    if on_device(x, ctx):
+        return small_linear(x, p)  # cuBLAS from 17 rows on
+    return F.linear(x, p) if x.is_cuda else host_linear(x, p)
+
+
+def attention(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "T H"]:
+    """Self-attention over this rank's heads: QKV, optional QK-norm, rope, attend, output projection, all-reduce."""
+    heads, kv_heads, dim = ctx.sizes.heads, ctx.sizes.kv_heads, ctx.config.head_dim
+    qkv = ctx.layers.linear(p["qkv"], x, ctx)
+    if "qkv_bias" in p:
+        qkv = qkv + p["qkv_bias"]
+    if on_device(x, ctx) and is_plain(ctx):
+        out = attend_fused(p, qkv, ctx)
+    else:
+        qk, v = qkv.unflatten(-1, (-1, dim)).split([heads + kv_heads, kv_heads], 1)
+        if "q_norm" in p:
+            q, k = qk.split([heads, kv_heads], 1)
+            qk = torch.cat((ctx.layers.norm(p["q_norm"], q, ctx), ctx.layers.norm(p["k_norm"], k, ctx)), 1)
+        q, k = apply_rope(qk, ctx.batch.cos, ctx.batch.sin).split([heads, kv_heads], 1)
+        q, k, v = ctx.tap("q", q), ctx.tap("k", k), ctx.tap("v", v)
+        out = ctx.layers.attend(q, k, v, ctx)
+    y = ctx.tp.all_reduce(ctx.layers.linear(p["o"], out.flatten(1), ctx))
+    return y + p["o_bias"] if "o_bias" in p else y
+
+
+def is_plain(ctx: Context) -> bool:
+    """Whether nobody looks between the QKV projection and attention's output."""
+    seen = any(ctx.taps.wants(f"layers.{ctx.layer}.{name}") for name in ("q", "k", "v"))
+    return ctx.layers.attend is attend and ctx.layers.norm is norm and not seen
+
+
+def attend(
+    q: Float[Tensor, "T N D"], k: Float[Tensor, "T K D"], v: Float[Tensor, "T K D"], ctx: Context
+) -> Float[Tensor, "T N D"]:
+    """Store the new keys and values, then causal attention over the paged cache; without a cache, over the batch."""
+    batch = ctx.batch
+    if ctx.cache is None:
+        scale, window = ctx.config.head_dim**-0.5, ctx.config.sliding_window[ctx.layer] or 0
+        return packed_attention(q, k, v, batch.cu_seqlens, batch.max_seqlen, scale=scale, window=window)
+    store_kv(k, v, ctx.cache.k[ctx.layer], ctx.cache.v[ctx.layer], batch.slots)
+    return attend_cached(q, ctx)
+
+
+def attend_fused(p: dict, qkv: Float[Tensor, "T QKV"], ctx: Context) -> Float[Tensor, "T N D"]:
+    """QK-norm, rope and the store in one kernel, then attention over the paged cache."""
+    q = qk_norm_rope_store(
+        qkv,
+        p.get("q_norm"),
+        p.get("k_norm"),
+        ctx.config.rms_norm_eps,
+        ctx.batch.cos,
+        ctx.batch.sin,
+        ctx.cache.k[ctx.layer],
+        ctx.cache.v[ctx.layer],
+        ctx.batch.slots,
+        ctx.sizes.heads,
+        ctx.sizes.kv_heads,
+    )
+    return attend_cached(q, ctx)
+
+
+def attend_cached(q: Float[Tensor, "T N D"], ctx: Context) -> Float[Tensor, "T N D"]:
+    """Causal attention of the new queries over the paged cache, which holds their own keys already."""
+    window = ctx.config.sliding_window[ctx.layer] or 0
+    return paged_attention(
+        q,
+        ctx.cache.k[ctx.layer],
+        ctx.cache.v[ctx.layer],
+        ctx.batch.block_tables,
+        ctx.batch.cu_seqlens,
+        ctx.batch.context_lens,
+        max_seqlen_q=ctx.batch.max_seqlen,
+        scale=ctx.config.head_dim**-0.5,
+        window=window,
+        backend=ctx.backend,
+        metadata=None if ctx.metadata is None else ctx.metadata.get(window),
+        max_context=ctx.max_context,
+    )
+
+
+def mlp(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "T H"]:
+    """SwiGLU feed-forward (Shazeer 2020), gate and up in one product, one all-reduce."""
+    gate_up = ctx.layers.linear(p["gate_up"], x, ctx)
+    if "gate_up_bias" in p:
+        gate_up = gate_up + p["gate_up_bias"]
+    y = ctx.tp.all_reduce(ctx.layers.linear(p["down"], ctx.layers.activation(gate_up, ctx), ctx))
+    return y + p["down_bias"] if "down_bias" in p else y
+
+
+def activation(gate_up: Float[Tensor, "... two_I"], ctx: Context) -> Float[Tensor, "... I"]:
+    """SiLU of the gate half times the up half."""
+    if on_device(gate_up, ctx):
+        return silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def moe(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "T H"]:
+    """Mixture of experts as Qwen3-MoE defines it: the top experts' outputs, weighted by the router's softmax.
+
+    Every expert runs on every token and unchosen ones get weight zero: exact and traceable, at E / k times the needed
+    arithmetic. Each expert's width is split over the ranks.
+    """
+    chosen = ctx.config.num_experts_per_tok
+    probs = F.softmax(ctx.layers.linear(p["router"], x, ctx).float(), dim=-1)
+    top, index = probs.topk(chosen, dim=-1)
+    if ctx.config.norm_topk_prob:
+        top = top / top.sum(-1, keepdim=True)
+    weight = torch.zeros_like(probs).scatter(1, index, top).to(x.dtype)
+    y = torch.zeros_like(x)
+    for expert in range(ctx.config.num_experts):
+        h = ctx.layers.activation(ctx.layers.linear(p["experts_gate_up"][expert], x, ctx), ctx)
+        y = y + weight[:, expert, None] * ctx.layers.linear(p["experts_down"][expert], h, ctx)
+    return ctx.tp.all_reduce(y)
+
+
+def lm_head(p: Float[Tensor, "V H"], x: Float[Tensor, "B H"], ctx: Context) -> Float[Tensor, "B V"]:
+    """This rank's logits, for the rows that need them only."""
+    return ctx.tap("logits", ctx.layers.linear(p, x, ctx))
+
+
+class Layers(NamedTuple):
+    """The functions a step is made of; swap one with `Layers()._replace(mlp=mine)`."""
+
+    embed: Callable[..., Tensor] = embed
+    norm: Callable[..., Tensor] = norm
+    linear: Callable[..., Tensor] = linear
+    attention: Callable[..., Tensor] = attention
+    attend: Callable[..., Tensor] = attend
+    mlp: Callable[..., Tensor] = mlp
+    moe: Callable[..., Tensor] = moe
+    activation: Callable[..., Tensor] = activation
+    lm_head: Callable[..., Tensor] = lm_head
+    sample: Callable[..., Sampled] = sample

@@ -1,0 +1,67 @@
+"""What was done to a state, as data: a log of events that gives the same tokens and block tables whenever it is run."""
+
+import difflib
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from fnllm import state as edits
+from fnllm.engines import Engine
+from fnllm.state import State
+
+
+class Event(NamedTuple):
+    """One call on a state: which, and its arguments after the state."""
+
+    name: str
+    args: tuple = ()
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+def event(name: str, *args: Any, **options: Any) -> Event:
+    """An entry of a log: `event("add", prompt, sampling, seed=1)`, `event("step")`, `event("fork", 0)`, ...
+
+    Raises ValueError for a name that `apply` does not know.
+    """
+    if name not in EVENTS:
+        close = difflib.get_close_matches(name, EVENTS, n=1)
+        advice = f"did you mean {close[0]!r}?" if close else f"known: {sorted(EVENTS)}"
+        raise ValueError(f"unknown event {name!r}; {advice}")
+    return Event(name, args, tuple(options.items()))
+
+
+def apply(engine: Engine, state: State, entry: Event) -> tuple[State, Any]:
+    """Run one event: the new state, and what it brought (an id of add and fork, the step's events, else None)."""
+    result = EVENTS[entry.name](engine, state, *entry.args, **dict(entry.options))
+    return result if isinstance(result, tuple) else (result, None)
+
+
+def replay(engine: Engine, log: Iterable[Event], state: State | None = None) -> tuple[State, list[Any]]:
+    """Run a log from a state (None: an empty one): the last state, and what each event brought.
+
+    Equal states and logs give equal block tables, and equal tokens: always under numerics="batch_invariant", otherwise
+    as far as equal batches round equally.
+    """
+    state, results = engine.init() if state is None else state, []
+    for entry in log:
+        state, result = apply(engine, state, entry)
+        results.append(result)
+    return state, results
+
+
+def _add(engine: Engine, state: State, prompt: Any, sampling: Any, **options: Any) -> tuple[State, int]:
+    return edits.add(state, engine.request(prompt, sampling, **options))
+
+
+def _edit(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda engine, state, *args, **options: function(state, *args, **options)
+
+
+EVENTS: dict[str, Callable[..., Any]] = {
+    "add": _add,
+    "step": lambda engine, state: engine.step(state),
+    "fork": _edit(edits.fork),
+    "append": _edit(edits.append),
+    "truncate": _edit(edits.truncate),
+    "finish": _edit(edits.finish),
+    "abort": _edit(edits.abort),
+}

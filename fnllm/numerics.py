@@ -1,0 +1,162 @@
+"""Batch-invariant numerics: the same step with layer functions whose every row is computed alone, bit for bit.
+
+Only four functions and the order of two reductions differ; what a caller has swapped stays swapped. Gradients are those
+of the plain functions.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from fnllm import layers as plain
+from fnllm.context import Context
+from fnllm.layers import Layers
+from fnllm.packed_attention import packed_attention
+from fnllm.tensor_parallel import TensorParallel
+from fnllm_kernels.attention import paged_attention
+from fnllm_kernels.invariant_linear import invariant_linear
+from fnllm_kernels.norm import rms_norm
+from fnllm_kernels.silu_mul import silu_mul
+
+NUMERICS = ("default", "batch_invariant")
+BACKEND = "triton_invariant"  # of paged attention; on a CPU its plain form
+
+
+def check_numerics(numerics: str) -> None:
+    """Raise ValueError for an unknown mode."""
+    if numerics not in NUMERICS:
+        raise ValueError(f"numerics must be one of {', '.join(NUMERICS)}, found {numerics!r}")
+
+
+def layers_for(layers: Layers, numerics: str) -> Layers:
+    """The layers with the functions that the mode needs, wherever the caller has not swapped one."""
+    if numerics == "default":
+        return layers
+    wanted = Layers()._replace(linear=linear, norm=norm, attend=attend, activation=activation)
+    return Layers(*(new if mine is usual else mine for mine, usual, new in zip(layers, Layers(), wanted, strict=True)))
+
+
+def exchanges_for(tp: TensorParallel, numerics: str) -> TensorParallel:
+    """The exchanges that the mode needs: sums over the ranks in rank order."""
+    return tp if numerics == "default" or tp.size == 1 else Ordered(tp)
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """A `TensorParallel` that adds sums in rank order: an all-reduce may cut and order them by the batch's size."""
+
+    inner: TensorParallel
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    @property
+    def size(self) -> int:
+        return self.inner.size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        parts = self.inner.all_gather(x[None], 0).unbind()
+        return sum(parts[1:], parts[0])
+
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        return self.inner.all_reduce_max(x)
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        return self.inner.all_gather(x, dim)
+
+
+class Substitute(torch.autograd.Function):
+    """One function's value with another's gradient: the two differ only in rounding."""
+
+    @staticmethod
+    def forward(ctx, value: Callable[..., Tensor], smooth: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        ctx.smooth = smooth
+        ctx.save_for_backward(*tensors)
+        return value(*tensors)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple:
+        with torch.enable_grad():
+            given = zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
+            tensors = [t.detach().requires_grad_(needed) for t, needed in given]
+            y = ctx.smooth(*tensors)
+        wanted = [t for t in tensors if t.requires_grad]
+        found = iter(torch.autograd.grad(y, wanted, grad))
+        return None, None, *(next(found) if t.requires_grad else None for t in tensors)
+
+
+def linear(p: Float[Tensor, "O I"], x: Float[Tensor, "... I"], ctx: Context) -> Float[Tensor, "... O"]:
+    """`layers.linear` by tiles of fixed shape."""
+    return Substitute.apply(_flat_linear, F.linear, x, p)
+
+
+def _flat_linear(x: Tensor, p: Tensor) -> Tensor:
+    return invariant_linear(x.reshape(-1, x.shape[-1]), p).view(*x.shape[:-1], p.shape[0])
+
+
+def norm(p: Float[Tensor, " H"], x: Float[Tensor, "... H"], ctx: Context) -> Float[Tensor, "... H"]:
+    """`layers.norm`; on a GPU by the kernel that takes each row in one program."""
+    if not x.is_cuda or x.dtype == torch.float64:
+        return plain.norm(p, x, ctx)
+
+    def value(p: Tensor, x: Tensor) -> Tensor:
+        return rms_norm(x.reshape(-1, x.shape[-1]), p, ctx.config.rms_norm_eps).view(x.shape)
+
+    return Substitute.apply(value, lambda p, x: plain.norm(p, x, ctx), p, x)
+
+
+def activation(gate_up: Float[Tensor, "... two_I"], ctx: Context) -> Float[Tensor, "... I"]:
+    """`layers.activation` with a SiLU that rounds alike wherever an element stands.
+
+    On a CPU the library's own takes the elements past the last full vector by another exponential.
+    """
+    if gate_up.is_cuda:  # the kernel in generation and scoring alike
+
+        def value(x: Tensor) -> Tensor:
+            return silu_mul(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+        return Substitute.apply(value, usual_activation, gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
+    return (wide / (1 + torch.exp(-wide))).to(gate.dtype) * up
+
+
+def usual_activation(gate_up: Float[Tensor, "... two_I"]) -> Float[Tensor, "... I"]:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def attend(
+    q: Float[Tensor, "T N D"], k: Float[Tensor, "T K D"], v: Float[Tensor, "T K D"], ctx: Context
+) -> Float[Tensor, "T N D"]:
+    """`layers.attend`; without a cache the batch itself serves as one, of blocks of one token."""
+    if ctx.cache is not None:
+        return plain.attend(q, k, v, ctx)
+    batch = ctx.batch
+    scale, window = ctx.config.head_dim**-0.5, ctx.config.sliding_window[ctx.layer] or 0
+    place = torch.arange(batch.max_seqlen, device=q.device)
+    tables = (batch.cu_seqlens[:-1, None] + place).clamp(max=q.shape[0] - 1).int()
+
+    def value(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return paged_attention(
+            q,
+            k.contiguous()[:, None],
+            v.contiguous()[:, None],
+            tables,
+            batch.cu_seqlens,
+            batch.context_lens,
+            max_seqlen_q=batch.max_seqlen,
+            scale=scale,
+            window=window,
+            backend=BACKEND,
+        )
+
+    def smooth(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return packed_attention(q, k, v, batch.cu_seqlens, batch.max_seqlen, scale=scale, window=window)
+
+    return Substitute.apply(value, smooth, q, k, v)

@@ -1,0 +1,75 @@
+"""Engine options: a validated value, and the pure functions that turn it into sizes."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from fnllm.compiled import COMPILE_MODES
+from fnllm.numerics import BACKEND, check_numerics
+from fnllm.sampling import named_options
+from fnllm_weights import ModelConfig
+
+SIZES = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "max_chunk")
+
+
+@named_options
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What is chosen once for an engine; None lets the engine choose. Raises ValueError that names the option."""
+
+    max_model_len: int | None = None  # tokens of one sequence, prompt and output; None: what the model was made for
+    max_num_seqs: int = 256  # sequences that run at a time
+    max_num_batched_tokens: int | None = None  # tokens of one step; None: 8192 on a GPU, 2048 on a CPU
+    block_size: int | None = None  # tokens of a cache block; None: 64 on a GPU, 16 on a CPU
+    num_blocks: int | None = None  # cache blocks; None: what fits in memory and the load can use
+    utilization: float | None = None  # share of the device's memory that may be used; None: 0.9 of a GPU, 0.2 of a host
+    prefix_cache: bool = True
+    chunked_prefill: bool = True
+    max_chunk: int | None = None  # tokens of one prefill chunk; None: the whole budget
+    compile: str | None = None  # none, graphs, inductor, reduce-overhead; None: reduce-overhead on a GPU, none on a CPU
+    attention: str | None = None  # backend: reference, triton, fa3, fa2; None: the best that is installed
+    numerics: str = "default"  # batch_invariant: a request's bits do not depend on what runs beside it
+
+    def __post_init__(self) -> None:
+        for name in SIZES:
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name} must be a positive integer or None, found {value!r}")
+        if self.utilization is not None and not 0 < self.utilization <= 1:
+            raise ValueError(f"utilization must be above 0 and at most 1, found {self.utilization!r}")
+        if self.compile is not None and self.compile not in COMPILE_MODES:
+            raise ValueError(f"compile must be one of {', '.join(COMPILE_MODES)}, found {self.compile!r}")
+        check_numerics(self.numerics)
+        if self.numerics == "batch_invariant" and self.compile in ("inductor", "reduce-overhead"):
+            raise ValueError(
+                "numerics='batch_invariant' runs the functions as they are, with compile='none' or 'graphs': code that "
+                f"is fused anew for other sizes rounds otherwise; found compile={self.compile!r}"
+            )
+        if self.numerics == "batch_invariant" and self.attention not in (None, BACKEND):
+            raise ValueError(
+                f"numerics='batch_invariant' has an attention of its own; found attention={self.attention!r}"
+            )
+
+
+def resolve(options: EngineOptions, config: ModelConfig, on_gpu: bool) -> EngineOptions:
+    """The options with every size but `num_blocks` and `attention` decided."""
+    block_size = options.block_size or (64 if on_gpu else 16)
+    invariant = options.numerics == "batch_invariant"
+    fastest = "none" if not on_gpu else "graphs" if invariant else "reduce-overhead"
+    return dataclasses.replace(
+        options,
+        max_model_len=options.max_model_len or config.max_position_embeddings,
+        max_num_batched_tokens=options.max_num_batched_tokens or (8192 if on_gpu else 2048),
+        block_size=block_size,
+        utilization=options.utilization or (0.9 if on_gpu else 0.2),
+        compile=options.compile or fastest,
+        attention=BACKEND if invariant else options.attention,
+    )
+
+
+def blocks_for_load(max_model_len: int, max_num_seqs: int, block_size: int) -> int:
+    """Blocks that the largest possible load fills: every row at full length.
+
+    >>> blocks_for_load(100, 2, 16)
+    14
+    """
+    return max_num_seqs * -(-max_model_len // block_size)

@@ -1,0 +1,119 @@
+"""Writing the running rows on the device (effect): when sequences join and when their block tables grow."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fnllm.batch import Rows
+from fnllm.edits import Channel, Edit, placed
+from fnllm.sampler import SamplerRows, default_rows, empty_history
+from fnllm.taps import Choice
+
+
+def empty_rows(max_num_seqs: int, max_blocks: int, max_model_len: int, device: torch.device) -> Rows:
+    """Rows of which none runs, and the scratch row behind them."""
+    count = max_num_seqs + 1
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return Rows(
+        length=zeros(count),
+        last_token=zeros(count, dtype=torch.int64),
+        prompt_length=zeros(count),
+        block_table=zeros(count, max_blocks),
+        sampler=default_rows(count, device),
+        history=empty_history(count, max_model_len, device),
+    )
+
+
+def write_joins(
+    rows: Rows,
+    row: Sequence[int],
+    length: Sequence[int],
+    prompt_length: Sequence[int],
+    block_tables: Sequence[np.ndarray],
+    sampler: SamplerRows,
+    histories: Sequence[Sequence[int]],
+) -> None:
+    """Overwrite whole rows, one for each sequence that joins.
+
+    `sampler` holds their settings on the host; `histories` their known tokens, empty for those that never look back.
+    """
+    device = rows.length.device
+    tables = np.zeros((len(row), rows.block_table.shape[1]), dtype=np.int32)
+    for index, blocks in enumerate(block_tables):
+        tables[index, : len(blocks)] = blocks
+    where = send(torch.tensor(row), device)
+    rows.length.index_copy_(0, where, send(torch.tensor(length, dtype=torch.int32), device))
+    rows.prompt_length.index_copy_(0, where, send(torch.tensor(prompt_length, dtype=torch.int32), device))
+    rows.block_table.index_copy_(0, where, send(torch.from_numpy(tables), device))
+    for field, values in zip(rows.sampler, sampler, strict=True):
+        field.index_copy_(0, where, send(values, device))
+    for at, tokens, prompt in zip(row, histories, prompt_length, strict=True):
+        if tokens:
+            rows.history.tokens[at, : len(tokens)] = send(torch.tensor(tokens, dtype=torch.int32), device)
+            rows.history.lengths[at] = len(tokens)
+            rows.history.prompt_lengths[at] = prompt
+
+
+def write_tables(rows: Rows, row: np.ndarray, column: np.ndarray, block: np.ndarray) -> None:
+    """Add blocks to block tables: entry (row, column) becomes block."""
+    packed = send(torch.from_numpy(np.stack([row, column, block]).astype(np.int64)), rows.length.device)
+    rows.block_table.index_put_((packed[0], packed[1]), packed[2].int())
+
+
+def empty_choices(channels: Sequence[Channel], count: int, device: torch.device) -> tuple[Choice, ...]:
+    """Choices of `count` rows that use no channel."""
+    return tuple(
+        Choice(
+            torch.zeros(count, dtype=torch.bool, device=device),
+            tuple(
+                torch.zeros((count, *shape), dtype=dtype, device=device)
+                for shape, dtype in zip(channel.shapes, channel.dtypes, strict=True)
+            ),
+        )
+        for channel in channels
+    )
+
+
+def choices_of(
+    channels: Sequence[Channel], edits: Sequence[Sequence[Edit]], device: torch.device
+) -> tuple[Choice, ...]:
+    """The choices of a batch of sequences; differentiable with respect to the edits' values."""
+    places = [placed(chosen, channels) for chosen in edits]
+    return tuple(
+        Choice(
+            torch.tensor([place[index] is not None for place in places], device=device),
+            tuple(
+                torch.stack(
+                    [
+                        torch.zeros(shape, dtype=dtype, device=device) if place[index] is None
+                        else place[index].values[at].to(device)
+                        for place in places
+                    ]
+                )
+                for at, (shape, dtype) in enumerate(zip(channel.shapes, channel.dtypes, strict=True))
+            ),
+        )
+        for index, channel in enumerate(channels)
+    )
+
+
+def write_choices(
+    choices: Sequence[Choice], channels: Sequence[Channel], row: Sequence[int], edits: Sequence[Sequence[Edit]]
+) -> None:
+    """Write what edits the sequences that join use."""
+    for at, chosen in zip(row, edits, strict=True):
+        for choice, edit in zip(choices, placed(chosen, channels), strict=True):
+            choice.active[at] = edit is not None
+            if edit is not None:
+                for values, value in zip(choice.values, edit.values, strict=True):
+                    values[at] = value.detach()
+
+
+def send(x: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on the device, without waiting for the copy."""
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,230 @@
+"""How one request is sampled and when it ends: an immutable, validated value."""
+
+import dataclasses
+import difflib
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+MAX_SEED = 2**63 - 1
+
+# Names that other libraries give to the same thing; difflib alone would not find these.
+OTHER_NAMES = {
+    "do_sample": "temperature (0 is greedy)",
+    "best_of": "n",
+    "num_return_sequences": "n",
+    "eos_token_id": "stop_token_ids",
+    "stop_strings": "stop",
+    "include_stop_str_in_output": "include_stop",
+    "bad_words": "logit_bias",
+    "logits_processor": "logits_fn",
+}
+
+
+def unknown_option(owner: str, name: str, allowed: Iterable[str]) -> TypeError:
+    """The error for an option that does not exist, with the most likely intended name."""
+    allowed = tuple(allowed)
+    close = difflib.get_close_matches(name.lower(), allowed, n=1)
+    meant = close[0] if close else OTHER_NAMES.get(name)
+    advice = f"did you mean {meant}?" if meant else f"allowed are: {', '.join(allowed)}"
+    return TypeError(f"{owner} has no option {name!r}; {advice}")
+
+
+def named_options(cls: type[T]) -> type[T]:
+    """Let a dataclass's constructor answer a misspelt or positional option with a sentence that helps."""
+    plain = cls.__init__
+    allowed = tuple(field.name for field in dataclasses.fields(cls) if field.init)  # type: ignore[arg-type]
+
+    @functools.wraps(plain)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        if args:
+            raise TypeError(f"{cls.__name__} takes named options only, as in {cls.__name__}({allowed[0]}=...); "
+                            f"found {args[0]!r} without a name")
+        for name in options:
+            if name not in allowed:
+                raise unknown_option(cls.__name__, name, allowed)
+        plain(self, **options)
+
+    cls.__init__ = checked  # type: ignore[method-assign]
+    return cls
+
+
+@named_options
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Sampling settings and end conditions of one request; hashable, change it with `dataclasses.replace`.
+
+    Numbers may be Python or numpy scalars (bools are refused) and are stored as plain int and float. Raises
+    TypeError or ValueError that names the option, the value found and what is allowed.
+    """
+
+    temperature: float = 1.0  # 0 takes the most likely token; the lowest id wins a tie
+    top_k: int = 0  # keep the k most likely tokens; 0 keeps all
+    top_p: float = 1.0  # keep the smallest set of most likely tokens whose probability reaches this
+    min_p: float = 0.0  # drop tokens less likely than this times the most likely one
+    repetition_penalty: float = 1.0  # over prompt and output; 1 is none
+    presence_penalty: float = 0.0  # over the output
+    frequency_penalty: float = 0.0  # over the output
+    logit_bias: Any = ()  # mapping id -> number to add (-inf forbids); stored as pairs sorted by id
+    seed: int | None = None  # None: from the seed of the call
+    max_tokens: int = 128  # new tokens at most; 0 only reads the prompt
+    min_tokens: int = 0  # no end by eos, stop id or stop string before this many new tokens
+    stop: Any = ()  # one string or several; stored as a tuple
+    stop_token_ids: Any = ()  # stored as a sorted tuple; united with the model's eos ids
+    ignore_eos: bool = False  # the model's eos ids do not end the request; stop_token_ids still do
+    include_stop: bool = False  # leave the stop string or stop token in the text
+    n: int = 1  # independent samples of the prompt
+    logprobs: int | None = None  # this many most likely alternatives per new token; 0 for the chosen token alone
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    logits_fn: Callable | None = None  # pure (logits, history) -> logits, before the rest
+
+    def __post_init__(self) -> None:
+        values = {
+            "temperature": _number("temperature", self.temperature, low=0.0),
+            "top_k": _integer("top_k", self.top_k, low=0, hint="0 keeps all tokens"),
+            "top_p": _number("top_p", self.top_p, above=0.0, high=1.0),
+            "min_p": _number("min_p", self.min_p, low=0.0, high=1.0),
+            "repetition_penalty": _number("repetition_penalty", self.repetition_penalty, above=0.0),
+            "presence_penalty": _number("presence_penalty", self.presence_penalty),
+            "frequency_penalty": _number("frequency_penalty", self.frequency_penalty),
+            "logit_bias": _biases(self.logit_bias),
+            "seed": None if self.seed is None else _integer("seed", self.seed, low=0, high=MAX_SEED),
+            "max_tokens": _integer("max_tokens", self.max_tokens, low=0),
+            "min_tokens": _integer("min_tokens", self.min_tokens, low=0),
+            "stop": _stop_strings(self.stop),
+            "stop_token_ids": _ids("stop_token_ids", self.stop_token_ids),
+            "ignore_eos": _flag("ignore_eos", self.ignore_eos),
+            "include_stop": _flag("include_stop", self.include_stop),
+            "n": _integer("n", self.n, low=1),
+            "logprobs": None if self.logprobs is None else _integer("logprobs", self.logprobs, low=0),
+            "prompt_logprobs": None if self.prompt_logprobs is None
+            else _integer("prompt_logprobs", self.prompt_logprobs, low=0),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; "
+                             "lower min_tokens or raise max_tokens")
+        if self.logits_fn is not None and not callable(self.logits_fn):
+            raise TypeError(f"logits_fn must be a function (logits, history) -> logits or None, "
+                            f"found {_shown(self.logits_fn)}")
+
+
+def check_sampling(sampling: Any, *, vocab_size: int, has_tokenizer: bool = True) -> None:
+    """Check what a request's settings ask of this model; ValueError names the option and the limit."""
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling must be a Sampling or a list of them, found {_shown(sampling)}")
+    for token in sampling.stop_token_ids:
+        if token >= vocab_size:
+            raise ValueError(f"stop_token_ids has {token}, outside the vocabulary: ids are 0 to {vocab_size - 1}")
+    for token, _ in sampling.logit_bias:
+        if token >= vocab_size:
+            raise ValueError(f"logit_bias has id {token}, outside the vocabulary: ids are 0 to {vocab_size - 1}")
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(sampling, name)
+        if count is not None and count > vocab_size:
+            raise ValueError(f"{name}={count} is more than the vocabulary's {vocab_size} ids")
+    if sampling.stop and not has_tokenizer:
+        raise ValueError(f"stop={sampling.stop!r} needs text and these params have no tokenizer; use stop_token_ids")
+
+
+def from_defaults(defaults: Iterable[tuple[str, Any]], **options: Any) -> Sampling:
+    """The settings a checkpoint's generation_config recommends, with the caller's options over them.
+
+    `defaults` are (name, value) pairs; names that no option has are not for us and are left out, `do_sample` false
+    means greedy.
+    """
+    found = dict(defaults)
+    names = {field.name for field in dataclasses.fields(Sampling)}
+    base = {name: value for name, value in found.items() if name in names and value is not None}
+    if found.get("do_sample") is False:
+        base["temperature"] = 0.0
+    return Sampling(**{**base, **options})
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {value!r}"
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")  # numpy's bools too
+
+
+def _integer(name: str, value: Any, *, low: int, high: int | None = None, hint: str = "") -> int:
+    allowed = f"an integer of {low} or more" if high is None else f"an integer from {low} to {high}"
+    allowed += f" ({hint})" if hint else ""
+    try:
+        if _is_bool(value):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        # 2.5 is a wrong value, "2" and True are wrong types
+        kind = ValueError if isinstance(value, float) else TypeError
+        raise kind(f"{name} must be {allowed}, found {_shown(value)}") from None
+    if number < low or (high is not None and number > high):
+        raise ValueError(f"{name} must be {allowed}, found {number}")
+    return number
+
+
+def _number(name: str, value: Any, *, low: float | None = None, above: float | None = None,
+            high: float | None = None) -> float:
+    bounds = [f"{sign} {bound:g}" for sign, bound in ((">=", low), (">", above), ("<=", high)) if bound is not None]
+    allowed = "a finite number" + (" " + " and ".join(bounds) if bounds else "")
+    if _is_bool(value) or isinstance(value, (str, bytes)):
+        raise TypeError(f"{name} must be {allowed}, found {_shown(value)}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"{name} must be {allowed}, found {_shown(value)}") from None
+    inside = ((low is None or number >= low) and (above is None or number > above)
+              and (high is None or number <= high))
+    if not math.isfinite(number) or not inside:
+        raise ValueError(f"{name} must be {allowed}, found {number:g}")
+    return number
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not _is_bool(value):
+        raise TypeError(f"{name} must be True or False, found {_shown(value)}")
+    return bool(value)
+
+
+def _items(name: str, value: Any, what: str) -> list:
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be {what}, found {_shown(value)}")
+    return list(value)
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    items = _items(name, value, "a list of token ids")
+    return tuple(sorted({_integer(f"{name}[{i}]", item, low=0) for i, item in enumerate(items)}))
+
+
+def _stop_strings(value: Any) -> tuple[str, ...]:
+    items = [value] if isinstance(value, str) else _items("stop", value, "a string or a list of strings")
+    for i, item in enumerate(items):
+        if not isinstance(item, str):
+            raise TypeError(f"stop[{i}] must be a string, found {_shown(item)}; token ids go into stop_token_ids")
+        if not item:
+            raise ValueError(f"stop[{i}] is empty; an empty string would stop at once, leave it out")
+    return tuple(dict.fromkeys(items))
+
+
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    what = "a mapping of token id to number, as in {42: -5.0}"
+    pairs = list(value.items()) if isinstance(value, Mapping) else _items("logit_bias", value, what)
+    found: dict[int, float] = {}
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"logit_bias must be {what}, found the entry {pair!r}")
+        token = _integer("a token id of logit_bias", pair[0], low=0)
+        if token in found:
+            raise ValueError(f"logit_bias has token id {token} twice; give each id once")
+        forbids = isinstance(pair[1], float) and pair[1] == -math.inf
+        found[token] = -math.inf if forbids else _number(f"logit_bias[{token}]", pair[1])
+    return tuple(sorted(found.items()))

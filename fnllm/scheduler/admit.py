@@ -1,0 +1,172 @@
+"""Giving waiting sequences a row: in order, with the prefix cache's help, never beyond what blocks and budget bear."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .config import blocks_for, max_running
+from .evolve import evolve
+from .line import iterate, remove
+from .pool import Entry, Key, announce, hold, idle, match, take
+from .request import Sequence, known, root
+from .residency import reclaim_newest
+from .state import EMPTY, STOP_BITS, SchedulerState, shares, update_rows
+
+
+class Entrant(NamedTuple):
+    """A sequence that gets a row in this step."""
+
+    row: int
+    seq_id: int
+    start: int  # tokens in the cache already
+    chunk: int  # tokens to compute now
+    cached: int  # of `start`, found in the prefix cache just now
+    first: bool  # whether its turn begins
+
+
+def admit(state: SchedulerState, budget: int, reserved: int) -> tuple[SchedulerState, list[Entrant]]:
+    """Gives rows to waiting sequences while rows, `budget` tokens and blocks last.
+
+    A sequence is admitted when all its known tokens fit into idle blocks, beyond `reserved` ones (which running
+    prompts still need) and a margin for running sequences to grow; if nothing runs, it is admitted in any case. One
+    whose next block is just being computed by another is passed over until that block can be shared. So that long
+    lines of such sequences cost no time, only as many as there are rows are passed over in a step.
+    """
+    config, size = state.config, state.config.block_size
+    rows = np.flatnonzero(state.rows.seq_id == EMPTY).tolist() if state.waiting else []
+    entrants: list[Entrant] = []
+    passed = 0
+    for seq_id in iterate(state.waiting):
+        if budget == 0 or state.running >= max_running(config) or passed > config.max_num_seqs:
+            break
+        sequence: Sequence = state.sequences[seq_id]
+        if sequence.pending or _still_computing(state, sequence.held_up):
+            passed += 1
+            continue
+        room = idle(state.pool) - reserved - -(-state.running // 4)
+        if state.running and isinstance(sequence.held_up, int) and sequence.held_up > room:
+            break
+        found, computing = _cached_prefix(state, sequence)
+        if computing is not None:
+            state = _hold_up(state, seq_id, computing)
+            passed += 1
+            continue
+        if not state.running:
+            state = _make_room(state, seq_id, found)
+        elif (needed := _idle_blocks_needed(state, sequence, found)) > room:
+            state = _hold_up(state, seq_id, needed)
+            break
+        start = max(sequence.computed, len(found) * size)
+        chunk = _first_chunk(state, known(sequence) - start, budget)
+        if chunk == 0:
+            break
+        entrants.append(Entrant(rows[len(entrants)], seq_id, start, chunk, len(found) * size, not sequence.admitted))
+        state = _enter(state, entrants[-1], found)
+        reserved += blocks_for(known(sequence), size) - blocks_for(start + chunk, size)
+        budget -= chunk
+    return _seat(state, entrants) if entrants else state, entrants
+
+
+def _cached_prefix(state: SchedulerState, sequence: Sequence) -> tuple[list[Entry], Key | None]:
+    """What the prefix cache has for a sequence without blocks, and the key it should wait for, if any."""
+    if sequence.table or not shares(state, sequence):
+        return [], None
+    # The last token is computed in any case: its output is what the sequence is for.
+    most = (known(sequence) - 1) // state.config.block_size
+    return match(state.pool, root(sequence), sequence.blocks[:most])
+
+
+def _still_computing(state: SchedulerState, key: Key | int | None) -> bool:
+    entry = state.pool.prefix.get(key) if isinstance(key, tuple) else None
+    return entry is not None and entry.owner >= 0
+
+
+def _hold_up(state: SchedulerState, seq_id: int, why: Key | int) -> SchedulerState:
+    sequence = evolve(state.sequences[seq_id], held_up=why)
+    return evolve(state, sequences=state.sequences.set(seq_id, sequence))
+
+
+def _idle_blocks_needed(state: SchedulerState, sequence: Sequence, found: list[Entry]) -> int:
+    """Idle blocks that computing all known tokens takes; a found block counts if only the cache has it."""
+    revived = sum(state.pool.blocks[entry.block].refs == 0 for entry in found)
+    return blocks_for(known(sequence), state.config.block_size) - len(sequence.table) - len(found) + revived
+
+
+def _make_room(state: SchedulerState, seq_id: int, found: list[Entry]) -> SchedulerState:
+    """Takes blocks from other waiting sequences, newest first, until one sequence fits; nothing may be running."""
+    sequence = state.sequences[seq_id]
+    others = evolve(state, warm=state.warm.delete(seq_id)) if sequence.table else state
+    while _idle_blocks_needed(others, sequence, found) > idle(others.pool):
+        others = reclaim_newest(others)
+    return evolve(others, warm=others.warm.set(seq_id, True)) if sequence.table else others
+
+
+def _first_chunk(state: SchedulerState, rest: int, budget: int) -> int:
+    """Tokens to compute now of `rest` to compute in all; 0 means waiting for a step with more budget."""
+    config = state.config
+    if config.chunked_prefill or rest > config.max_num_batched_tokens:
+        return min(rest, budget, config.max_chunk or rest)
+    return rest if rest <= budget else 0
+
+
+def _enter(state: SchedulerState, entrant: Entrant, found: list[Entry]) -> SchedulerState:
+    """Moves a waiting sequence out of the line and gives it the blocks for its first chunk; see `_seat` for its row."""
+    size, seq_id, pool = state.config.block_size, entrant.seq_id, state.pool
+    sequence: Sequence = state.sequences[seq_id]
+    shared = [entry.block for entry in found]
+    table = (*sequence.table, *shared)
+    pool, own = take(hold(pool, shared), blocks_for(entrant.start + entrant.chunk, size) - len(table))
+    numbers, filled = sequence.numbers, sequence.filled
+    if shares(state, sequence):
+        numbers = (*numbers, *(entry.number for entry in found))
+        filled += len(found)
+        pool, announced = announce(pool, numbers[-1] if numbers else root(sequence), sequence.blocks[filled:], seq_id)
+        numbers += announced
+    sequence = evolve(
+        sequence,
+        table=(*table, *own),
+        numbers=numbers,
+        filled=filled,
+        row=entrant.row,
+        joined=state.next_step,
+        held_up=None,
+        admitted=True,
+    )
+    return evolve(
+        state,
+        sequences=state.sequences.set(seq_id, sequence),
+        waiting=remove(state.waiting, [seq_id]),
+        warm=state.warm.delete(seq_id) if seq_id in state.warm else state.warm,
+        pool=pool,
+        running=state.running + 1,
+    )
+
+
+def _seat(state: SchedulerState, entrants: list[Entrant]) -> SchedulerState:
+    """Writes the entrants into the row arrays."""
+    rows, taken = state.rows, [entrant.row for entrant in entrants]
+    sequences: list[Sequence] = [state.sequences[entrant.seq_id] for entrant in entrants]
+    columns = {
+        "seq_id": [entrant.seq_id for entrant in entrants],
+        "known": [known(sequence) for sequence in sequences],
+        "computed": [entrant.start for entrant in entrants],
+        "limit": [sequence.limit for sequence in sequences],
+        "filled": [sequence.filled for sequence in sequences],
+        "joined": state.next_step,
+        "decoding": False,
+    }
+    changed = {name: getattr(rows, name).copy() for name in columns}
+    for name, values in columns.items():
+        changed[name][taken] = values
+    stops = rows.stops
+    if not all(stops[_stop_bits(sequence)].all() for sequence in sequences):
+        # Made anew from all that run, so that it does not fill up over time.
+        stops = np.zeros_like(stops)
+        for seq_id in changed["seq_id"][changed["seq_id"] != EMPTY].tolist():
+            stops[_stop_bits(state.sequences[seq_id])] = True
+    prefilling = tuple(sorted((*state.prefilling, *columns["seq_id"])))
+    return evolve(state, rows=update_rows(rows, stops=stops, **changed), prefilling=prefilling)
+
+
+def _stop_bits(sequence: Sequence) -> list[int]:
+    return [token & STOP_BITS for token in sequence.request.stop_token_ids]

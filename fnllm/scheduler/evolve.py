@@ -1,0 +1,23 @@
+"""`dataclasses.replace` for the values that change several times in every step."""
+
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
+
+
+def evolve(value: Value, **changes: Any) -> Value:
+    """A copy of a frozen dataclass (without slots or `__post_init__`) with other fields, much faster than `replace`.
+
+    >>> from dataclasses import dataclass
+    >>> Point = dataclass(frozen=True)(type("Point", (), {"__annotations__": {"x": int, "y": int}}))
+    >>> evolve(Point(1, 2), y=3).y
+    3
+    """
+    new = object.__new__(type(value))
+    fields = new.__dict__
+    fields.update(value.__dict__)
+    fields.update(changes)
+    if len(fields) != len(value.__dict__):
+        unknown = sorted(changes.keys() - value.__dict__.keys())
+        raise TypeError(f"{type(value).__name__} has no field {', '.join(unknown)}")
+    return new

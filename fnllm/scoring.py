@@ -1,0 +1,286 @@
+"""Log-probabilities of given tokens: the same functions as generation, without a cache, and differentiable."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recompute
+
+from fnllm.batch import Batch
+from fnllm.capture import NOTHING, Capture, captures_of_each, expand, union_of_sites, wanted
+from fnllm.completion import TokenLogprob
+from fnllm.context import Context
+from fnllm.distributed import world
+from fnllm.edits import Edit, channels_of, edits_of_each
+from fnllm.layers import Layers
+from fnllm.model import forward
+from fnllm.numerics import BACKEND, check_numerics, exchanges_for, layers_for
+from fnllm.prompts import normalise
+from fnllm.rope import Rope, make_rope, rope_tables
+from fnllm.rows import choices_of
+from fnllm.sampler import log_normaliser, masked_logits, token_logprobs, top_tokens
+from fnllm.taps import Taps, no_taps, whole_site, whole_sites
+from fnllm.tensor_parallel import SINGLE, TensorParallel
+from fnllm.trial import watched_layers
+from fnllm_weights import Params, local_sizes
+
+HEAD_ROWS = 1024  # rows of logits that exist at a time
+
+
+class Scored(NamedTuple):
+    """A sequence's score with the activations that were captured."""
+
+    logprobs: Float[Tensor, " len_minus_1"]
+    captured: dict[str, Tensor]  # site -> Float[Tensor, "tokens width"]
+    captured_at: tuple[int, ...]  # positions of those tokens
+
+
+class Pass(NamedTuple):
+    """One packed forward pass: which sequences, their context, and the hidden states after the final norm."""
+
+    group: list[int]
+    ctx: Context
+    hidden: Float[Tensor, "T H"]
+
+
+def score(
+    params: Params,
+    sequences: Sequence[Any],
+    *,
+    layers: Layers | None = None,
+    edits: Sequence[Any] = (),
+    capture: Any = None,
+    checkpoint: bool = False,
+    numerics: str = "default",
+    max_batched_tokens: int = 16384,
+    tp: TensorParallel | None = None,
+) -> list[Any]:
+    """Log-probability of each token after the first, given those before it: a Float[Tensor, "len-1"] per text or ids.
+
+    From raw logits, without temperature or filters. Differentiable with respect to `params.tree`, and to the values of
+    edits, in grad mode; `checkpoint` recomputes each sublayer in the backward pass instead of keeping its activations.
+    With `capture` (as in `generate`; a sequence counts as a prompt) the results are `Scored`. `numerics` as in
+    `EngineOptions`. Sequences are packed into passes of at most `max_batched_tokens` tokens (a longer one makes a pass
+    of its own). Raises ValueError for an empty sequence or an id outside the vocabulary.
+    """
+    ids = normalise(list(sequences), params.tokenizer, params.config.vocab_size).ids
+    looked = [expand(params.config, one) for one in captures_of_each(capture, len(ids))]
+    results: list[Any] = []
+    for one in passes(params, ids, layers, edits, looked, checkpoint, numerics, max_batched_tokens, tp):
+        lengths = [len(ids[i]) for i in one.group]
+        logprobs = [part[1:] for part in packed_logprobs(params.tree, one.hidden, one.ctx).split(lengths)]
+        if capture is None:
+            results += logprobs
+        else:
+            results += with_captured(params.tree, one, logprobs, [looked[i] for i in one.group], lengths)
+    return results
+
+
+def prompt_logprobs(
+    params: Params,
+    prompts: Sequence[Sequence[int]],
+    counts: Sequence[int],
+    *,
+    layers: Layers | None = None,
+    edits: Sequence[Any] = (),
+    numerics: str = "default",
+    max_batched_tokens: int = 16384,
+    tp: TensorParallel | None = None,
+) -> list[tuple[TokenLogprob | None, ...]]:
+    """Each prompt token's log-probability and the `counts[i]` most likely ones at its place; None for the first."""
+    results: list[tuple[TokenLogprob | None, ...]] = []
+    nothing = [NOTHING] * len(prompts)
+    with torch.no_grad():
+        for one in passes(params, prompts, layers, edits, nothing, False, numerics, max_batched_tokens, tp):
+            most = max(counts[i] for i in one.group)
+            rows = [part for part in packed_tokens(params.tree, one, most)]
+            ids, values, top_ids, top = (torch.cat(parts).tolist() for parts in zip(*rows, strict=True))
+            start = 0
+            for i in one.group:
+                found: list[TokenLogprob | None] = [None]
+                for row in range(start, start + len(prompts[i]) - 1):
+                    best = zip(top_ids[row][: counts[i]], top[row][: counts[i]], strict=True)
+                    found.append(TokenLogprob(ids[row], values[row], tuple(best)))
+                results.append(tuple(found))
+                start += len(prompts[i])
+    return results
+
+
+def passes(
+    params: Params,
+    ids: Sequence[Sequence[int]],
+    layers: Layers | None,
+    edits: Sequence[Any],
+    captures: Sequence[Capture],
+    checkpoint: bool,
+    numerics: str,
+    max_batched_tokens: int,
+    tp: TensorParallel | None,
+) -> Iterator[Pass]:
+    """Packed forward passes over the sequences, in order."""
+    check_numerics(numerics)
+    device = params.tree["norm"].device
+    rope = make_rope(params.config, device)
+    layers = layers_for(watched_layers(layers or Layers()), numerics)
+    layers = checkpointed(layers) if checkpoint else layers
+    tp = exchanges_for(tp or world(params.shard), numerics)
+    chosen = edits_of_each(edits, len(ids))
+    for edit in (edit for some in chosen for edit in some):
+        expand(params.config, Capture(edit.site))
+    for group in packs([len(s) for s in ids], max_batched_tokens):
+        lengths = [len(ids[i]) for i in group]
+        flat = torch.tensor([t for i in group for t in ids[i]], device=device)
+        batch = packed_batch(flat, lengths, rope)
+        tokens, first = [], 0
+        for i, length in zip(group, lengths, strict=True):
+            tokens.append(first + wanted(captures[i], length, 0, length))
+            first += length
+        taps = packed_taps([chosen[i] for i in group], union_of_sites(captures[i] for i in group), device)
+        taps = taps._replace(tokens=torch.from_numpy(np.concatenate(tokens)).to(device))
+        ctx = context(params, batch, layers, taps, tp)
+        yield Pass(group, ctx, forward(params.tree, ctx))
+
+
+def packs(lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """Indices grouped in order so that each group's lengths sum to at most `limit`, one at least in each.
+
+    >>> packs([3, 4, 9, 1], 8)
+    [[0, 1], [2], [3]]
+    """
+    groups: list[list[int]] = []
+    room = 0
+    for index, length in enumerate(lengths):
+        if not groups or length > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(index)
+        room -= length
+    return groups
+
+
+def packed_batch(token_ids: Int[Tensor, " T"], lengths: Sequence[int], rope: Rope) -> Batch:
+    """The batch of whole sequences laid end to end, for a forward pass without a cache."""
+    device = token_ids.device
+    lens = torch.tensor(lengths, device=device)
+    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=device)
+    cu_seqlens[1:] = lens.cumsum(0)
+    entry = torch.repeat_interleave(torch.arange(len(lengths), device=device), lens, output_size=sum(lengths))
+    positions = torch.arange(sum(lengths), device=device) - cu_seqlens[entry]
+    cos, sin = rope_tables(rope, positions, lens[entry])
+    return Batch(
+        token_ids=token_ids,
+        positions=positions,
+        entry=entry,
+        slots=None,
+        cu_seqlens=cu_seqlens,
+        context_lens=lens.int(),
+        block_tables=None,
+        cos=cos,
+        sin=sin,
+        max_seqlen=max(lengths),
+    )
+
+
+def packed_taps(edits: Sequence[Sequence[Edit]], capture: tuple[str, ...], device: torch.device) -> Taps:
+    """The taps of a packed pass: each sequence's edits, and the sites to capture."""
+    channels = channels_of(edits)
+    return Taps(capture, channels, choices_of(channels, edits, device), None, {})
+
+
+def context(
+    params: Params,
+    batch: Batch,
+    layers: Layers,
+    taps: Taps | None = None,
+    tp: TensorParallel = SINGLE,
+) -> Context:
+    """The context of a forward pass without a cache."""
+    return Context(
+        config=params.config,
+        sizes=local_sizes(params.config, params.shard),
+        tp=tp,
+        layers=layers,
+        batch=batch,
+        cache=None,
+        backend=BACKEND,
+        max_context=0,
+        metadata=None,
+        taps=taps or no_taps(),
+    )
+
+
+def packed_logprobs(tree: dict, hidden: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, " T"]:
+    """Log-probability of every token of the batch given those before it; 0 for the first of each sequence."""
+
+    def of_targets(logits: Tensor, targets: Tensor) -> Tensor:
+        sizes = {"vocab_start": ctx.sizes.vocab_start, "vocab_limit": ctx.config.vocab_size}
+        return token_logprobs(logits, targets, tp=ctx.tp, **sizes)
+
+    parts = list(by_head(tree, hidden, ctx, of_targets))
+    return torch.where(ctx.batch.positions == 0, 0.0, torch.cat(parts).roll(1))
+
+
+def packed_tokens(tree: dict, one: Pass, count: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """For the token after each row: (id, log-probability, ids and log-probabilities of the `count` most likely)."""
+    ctx = one.ctx
+
+    def of_targets(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        start, limit = ctx.sizes.vocab_start, ctx.config.vocab_size
+        values = token_logprobs(logits, targets, vocab_start=start, vocab_limit=limit, tp=ctx.tp)
+        raw = masked_logits(logits, start, limit)
+        top_ids, top = top_tokens(raw, max(count, 1), vocab_start=start, tp=ctx.tp)
+        return targets, values, top_ids, top - log_normaliser(raw, tp=ctx.tp)[:, None]
+
+    return by_head(tree, one.hidden, ctx, of_targets)
+
+
+def by_head(
+    tree: dict, hidden: Float[Tensor, "T H"], ctx: Context, use: Callable[[Tensor, Tensor], Any]
+) -> Iterator[Any]:
+    """`use(logits, next tokens)` over HEAD_ROWS rows at a time: logits of the whole batch never exist at once."""
+    targets = ctx.batch.token_ids.roll(-1)
+    quiet = ctx._replace(taps=ctx.taps._replace(capture=()))
+
+    def run(rows: Tensor, index: Tensor, wanted: Tensor) -> Any:
+        at = quiet._replace(batch=ctx.batch.take(index))
+        return use(ctx.layers.lm_head(tree["lm_head"], rows, at), wanted)
+
+    index = torch.arange(hidden.shape[0], device=hidden.device)
+    parts = zip(hidden.split(HEAD_ROWS), index.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True)
+    for part in parts:
+        if torch.is_grad_enabled() and hidden.shape[0] > HEAD_ROWS:
+            yield recompute(run, *part, use_reentrant=False)
+        else:
+            yield run(*part)
+
+
+def with_captured(
+    tree: dict, one: Pass, logprobs: Sequence[Tensor], captures: Sequence[Capture], lengths: Sequence[int]
+) -> list[Scored]:
+    """The scores of a pass with each sequence's captured activations."""
+    ctx = one.ctx
+    found = whole_sites(ctx.taps.captured or {}, ctx.config, ctx.tp)
+    if "logits" in ctx.taps.capture:
+        index = ctx.taps.tokens
+        at = ctx._replace(batch=ctx.batch.take(index), taps=ctx.taps._replace(capture=()))
+        logits = ctx.layers.lm_head(tree["lm_head"], one.hidden[index], at)
+        found["logits"] = whole_site("logits", logits, ctx.config, ctx.tp)
+    results, first = [], 0
+    for values, capture, length in zip(logprobs, captures, lengths, strict=True):
+        at = wanted(capture, length, 0, length)
+        rows = {site: found[site][first : first + len(at)] for site in capture.sites}
+        results.append(Scored(values, rows, tuple(at.tolist())))
+        first += len(at)
+    return results
+
+
+def checkpointed(layers: Layers) -> Layers:
+    """The same layers, with each sublayer recomputed in the backward pass."""
+
+    def wrap(function):
+        return lambda p, x, ctx: recompute(function, p, x, ctx, use_reentrant=False)
+
+    return layers._replace(attention=wrap(layers.attention), mlp=wrap(layers.mlp), moe=wrap(layers.moe))

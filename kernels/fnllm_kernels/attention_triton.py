@@ -1,0 +1,97 @@
+"""The project's own paged attention kernels behind one entry: decode, or prefill, by the static query length.
+
+Axes: T packed tokens, B sequences, N query heads, K KV heads, D head dim, P cache blocks, S block size, M blocks per
+sequence.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from .attention_triton_decode import decode_attention, decode_plan, decode_tiling, plan_size
+from .attention_triton_prefill import prefill_attention, prefill_tiling
+
+_DIRECT_PROGRAMS = 1024  # from so many (sequence, KV head) pairs on, short contexts fill the machine without a plan
+_DIRECT_CONTEXT = 4096  # the longest context for which one program per pair ends with the others
+_INVARIANT_ROWS = 64  # rows of the batch-invariant form's tile: for prefill at some rate, for decode at some waste
+
+
+def paged_attention_triton(
+    q: Float[Tensor, "T N D"],
+    k_cache: Float[Tensor, "P S K D"],
+    v_cache: Float[Tensor, "P S K D"],
+    block_tables: Int[Tensor, "B M"],
+    cu_seqlens_q: Int[Tensor, " B_plus_1"],
+    context_lens: Int[Tensor, " B"],
+    *,
+    max_seqlen_q: int,
+    scale: float,
+    window: int = 0,
+    metadata: Tensor | None = None,
+    max_context: int = 0,
+    invariant: bool = False,
+) -> Float[Tensor, "T N D"]:
+    """`paged_attention` by Triton kernels: float32, bfloat16, float16; any head dim, group and block size.
+
+    `invariant` runs one kernel with one tiling whatever the batch, so that a token's result depends on its own sequence
+    alone. Raises ValueError for a dtype or cache layout the kernels cannot take.
+    """
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"triton: q is {q.dtype}; the kernels take float32, bfloat16 or float16")
+    if k_cache.stride()[2:] != (k_cache.shape[3], 1) or k_cache.stride() != v_cache.stride():
+        raise ValueError(
+            f"triton: caches of strides {k_cache.stride()} and {v_cache.stride()}; the [K, D] part of both must be "
+            "contiguous and the strides equal: allocate each as one [P, S, K, D] tensor"
+        )
+    if q.stride()[1:] != (q.shape[2], 1):
+        q = q.contiguous()
+    if block_tables.stride(1) != 1:
+        block_tables = block_tables.contiguous()
+    (_, heads, head_dim), (_, block_size, kv_heads, _) = q.shape, k_cache.shape
+    arrays = q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens
+    if max_seqlen_q > 1 or invariant:
+        rows = _INVARIANT_ROWS if invariant else max_seqlen_q * (heads // kv_heads)
+        shared = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin if q.is_cuda else 1 << 20
+        tiling = prefill_tiling(q.dtype, head_dim, rows, shared)
+        return prefill_attention(*arrays, max_seqlen_q, scale, window, tiling)
+    batch = context_lens.shape[0]
+    tiling = decode_tiling(q.dtype, head_dim, batch, kv_heads)
+    if runs_direct(batch, kv_heads, max_context or block_tables.shape[1] * block_size):
+        metadata = None
+    elif metadata is None:
+        metadata = decode_plan(context_lens, cu_seqlens_q, kv_heads, window, tiling)
+    return decode_attention(*arrays, scale, window, metadata, tiling)
+
+
+def runs_direct(batch: int, num_kv_heads: int, max_context: int) -> bool:
+    """Whether decode gives each (sequence, KV head) one program, with no plan and no pieces to combine."""
+    return batch * num_kv_heads >= _DIRECT_PROGRAMS and max_context <= _DIRECT_CONTEXT
+
+
+def triton_metadata(
+    context_lens: Int[Tensor, " B"],
+    cu_seqlens_q: Int[Tensor, " B_plus_1"],
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    window: int,
+) -> Int[Tensor, " size"]:
+    """The division of a decode step's work; attention looks at it where it divides the work."""
+    return _decode_plan_op(context_lens, cu_seqlens_q, num_kv_heads, head_dim, dtype, window)
+
+
+@torch.library.custom_op(
+    "fnllm::decode_plan",
+    mutates_args=(),
+    schema="(Tensor context_lens, Tensor cu_seqlens_q, int num_kv_heads, int head_dim, ScalarType dtype, int window) "
+    "-> Tensor",
+)
+def _decode_plan_op(context_lens, cu_seqlens_q, num_kv_heads, head_dim, dtype, window):
+    tiling = decode_tiling(dtype, head_dim, context_lens.shape[0], num_kv_heads)
+    return decode_plan(context_lens, cu_seqlens_q, num_kv_heads, window, tiling)
+
+
+@_decode_plan_op.register_fake
+def _decode_plan_fake(context_lens, cu_seqlens_q, num_kv_heads, head_dim, dtype, window):
+    size = plan_size(context_lens.shape[0], num_kv_heads, context_lens.device)
+    return context_lens.new_empty(size, dtype=torch.int32)

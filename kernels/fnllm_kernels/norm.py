@@ -1,0 +1,127 @@
+"""RMS norm, alone and fused with the residual addition before it.
+
+Axes: T packed tokens, H hidden.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+
+def rms_norm(x: Float[Tensor, "T H"], weight: Float[Tensor, " H"], eps: float) -> Float[Tensor, "T H"]:
+    """weight * (x / rms(x)), the quotient computed in float32 and cast to x's dtype before the product.
+
+    That order of casts is transformers' (`Qwen3RMSNorm`). Raises ValueError if weight's width is not x's.
+    """
+    _check(x, weight)
+    return _rms_norm_op(x, weight, eps) if x.is_cuda else rms_norm_reference(x, weight, eps)
+
+
+def rms_norm_reference(
+    x: Float[Tensor, "*rows H"], weight: Float[Tensor, " H"], eps: float
+) -> Float[Tensor, "*rows H"]:
+    """Plain torch of `rms_norm`, for rows of any arrangement."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def add_rms_norm(
+    x: Float[Tensor, "T H"], residual: Float[Tensor, "T H"], weight: Float[Tensor, " H"], eps: float
+) -> tuple[Float[Tensor, "T H"], Float[Tensor, "T H"]]:
+    """Return (rms_norm of the sum, the sum); the sum x + residual is rounded to x's dtype before it is normed.
+
+    Raises ValueError if the shapes do not belong together.
+    """
+    _check(x, weight)
+    if x.shape != residual.shape or x.dtype != residual.dtype:
+        raise ValueError(
+            f"add_rms_norm: x is {tuple(x.shape)} {x.dtype}, residual {tuple(residual.shape)} {residual.dtype}; "
+            "both must have one shape and dtype"
+        )
+    run = _add_rms_norm_op if x.is_cuda else add_rms_norm_reference
+    return run(x, residual, weight, eps)
+
+
+def add_rms_norm_reference(
+    x: Float[Tensor, "T H"], residual: Float[Tensor, "T H"], weight: Float[Tensor, " H"], eps: float
+) -> tuple[Float[Tensor, "T H"], Float[Tensor, "T H"]]:
+    """Plain torch of `add_rms_norm`."""
+    total = x + residual
+    return rms_norm_reference(total, weight, eps), total
+
+
+def _check(x: Tensor, weight: Tensor) -> None:
+    if x.dim() != 2 or weight.dim() != 1 or weight.shape[0] != x.shape[1]:
+        raise ValueError(f"rms_norm: x is {tuple(x.shape)}, weight {tuple(weight.shape)}; they must be [T, H] and [H]")
+
+
+@torch.library.custom_op("fnllm::rms_norm", mutates_args=(), schema="(Tensor x, Tensor weight, float eps) -> Tensor")
+def _rms_norm_op(x, weight, eps):
+    if x.is_cuda and triton is not None:
+        return _norm_triton(x, None, weight, eps)[0]
+    return rms_norm_reference(x, weight, eps)
+
+
+@_rms_norm_op.register_fake
+def _rms_norm_fake(x, weight, eps):
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op(
+    "fnllm::add_rms_norm",
+    mutates_args=(),
+    schema="(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+)
+def _add_rms_norm_op(x, residual, weight, eps):
+    run = _norm_triton if x.is_cuda and triton is not None else add_rms_norm_reference
+    return run(x, residual, weight, eps)
+
+
+@_add_rms_norm_op.register_fake
+def _add_rms_norm_fake(x, residual, weight, eps):
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+def _norm_triton(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    tokens, width = x.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    y = x.new_empty(x.shape)
+    total = y if residual is None else x.new_empty(x.shape)
+    if residual is not None and residual.stride(1) != 1:
+        residual = residual.contiguous()
+    block = triton.next_power_of_2(width)
+    if block > 65536:
+        raise ValueError(f"rms_norm: width {width}; the kernel holds a row at once and takes at most 65536")
+    if tokens:
+        _norm_kernel[(tokens,)](
+            x, residual, weight, y, total, width, x.stride(0), 0 if residual is None else residual.stride(0), eps,
+            ADD=residual is not None, BLOCK=block, num_warps=max(1, min(16, block // 256)),
+        )  # fmt: skip
+    return y, total
+
+
+if triton is not None:
+
+    @triton.jit
+    def _norm_kernel(
+        x, residual, weight, y, total, width, x_row, residual_row, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        token = tl.program_id(0).to(tl.int64)
+        column = tl.arange(0, BLOCK)
+        inside = column < width
+        row = tl.load(x + token * x_row + column, mask=inside, other=0.0)
+        scale = tl.load(weight + column, mask=inside, other=0.0)
+        if ADD:
+            other = tl.load(residual + token * residual_row + column, mask=inside, other=0.0)
+            row = (row.to(tl.float32) + other.to(tl.float32)).to(x.dtype.element_ty)
+            tl.store(total + token * width + column, row, mask=inside)
+        wide = row.to(tl.float32)
+        rms = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+        normed = (wide * rms).to(x.dtype.element_ty).to(tl.float32) * scale.to(tl.float32)
+        tl.store(y + token * width + column, normed.to(x.dtype.element_ty), mask=inside)

@@ -1,0 +1,117 @@
+"""Linear layers for 1 to 16 rows: kernels whose time is that of reading the weights once.
+
+`small_linear` may add a bias and a residual; `norm_linear` puts an RMSNorm before the product; with `gated` the weight
+is a gate_up matrix and the result silu(gate) * up. Up to four rows go through fused multiply-adds, a row of weights per
+warp; more go through the tensor cores. On sm_90 the kernels are launched dependently: they fetch their first weights,
+which no kernel of the step writes, while the kernel before them still runs, and only then wait for its output.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fnllm_kernels.decode_tiles import triton
+
+MAX_ROWS = 16
+LARGE_WEIGHT = 1 << 25  # numbers
+
+
+def check_linear(x, w, *, bias=None, residual=None, norm=None, gated=False) -> None:
+    """Raises ValueError or TypeError unless the operands fit together."""
+    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1]:
+        raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)} do not fit: expected [T, H] and [O, H]")
+    if gated and (w.shape[0] % 2 or residual is not None):
+        raise ValueError(f"gated needs an even number of rows in w and no residual, found {w.shape[0]} rows")
+    outputs = w.shape[0] // 2 if gated else w.shape[0]
+    for name, tensor, shape in (
+        ("bias", bias, (w.shape[0],)),
+        ("residual", residual, (x.shape[0], outputs)),
+        ("norm", norm, (x.shape[1],)),
+    ):
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+    for name, tensor in (("w", w), ("bias", bias), ("residual", residual), ("norm", norm)):
+        if tensor is not None and tensor.dtype != x.dtype:
+            raise TypeError(f"{name} is {tensor.dtype}, but x is {x.dtype}: give both the same dtype")
+
+
+def linear_reference(x, w, *, bias=None, residual=None, norm=None, eps=0.0, gated=False) -> Tensor:
+    """The same in plain torch, rounding where the model's separate layers round."""
+    if norm is not None:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        x = norm * wide.to(x.dtype)
+    y = torch.nn.functional.linear(x, w, bias)
+    if gated:
+        gate, up = y.chunk(2, dim=-1)
+        y = torch.nn.functional.silu(gate) * up
+    return y if residual is None else residual + y
+
+
+def takes(x, w) -> bool:
+    """Whether to use the Triton kernels: bf16 on a GPU, rows of a length that 8 divides, and where they are the faster.
+
+    For more than one row of x cuBLAS reads a large w as fast (benchmarks/results/decode_kernels.json).
+    """
+    rows, size = x.shape[0], w.numel()
+    if not (x.is_cuda and triton is not None and x.dtype == w.dtype == torch.bfloat16 and w.is_contiguous()):
+        return False
+    return x.shape[1] % 8 == 0 and (rows == 1 or (rows <= MAX_ROWS and size <= LARGE_WEIGHT))
+
+
+def _linear(x, w, bias, residual, norm, eps, gated) -> Tensor:
+    check_linear(x, w, bias=bias, residual=residual, norm=norm, gated=gated)
+    if not takes(x, w):
+        return linear_reference(x, w, bias=bias, residual=residual, norm=norm, eps=eps, gated=gated)
+    from fnllm_kernels.decode_linear import launch_linear
+
+    return launch_linear(x, w, bias=bias, residual=residual, norm=norm, eps=eps, gated=gated)
+
+
+@torch.library.custom_op("fnllm::small_linear", mutates_args=())
+def _small_linear(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool) -> Tensor:
+    return _linear(x, w, bias, residual, None, 0.0, gated)
+
+
+@_small_linear.register_fake
+def _(x, w, bias, residual, gated):
+    return x.new_empty(x.shape[0], w.shape[0] // 2 if gated else w.shape[0])
+
+
+@torch.library.custom_op("fnllm::norm_linear", mutates_args=())
+def _norm_linear(x: Tensor, norm: Tensor, eps: float, w: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
+    return _linear(x, w, bias, None, norm, eps, gated)
+
+
+@_norm_linear.register_fake
+def _(x, norm, eps, w, bias, gated):
+    return x.new_empty(x.shape[0], w.shape[0] // 2 if gated else w.shape[0])
+
+
+def small_linear(
+    x: Float[Tensor, "T H"],
+    w: Float[Tensor, "O H"],
+    *,
+    bias: Float[Tensor, " O"] | None = None,
+    residual: Float[Tensor, "T Y"] | None = None,
+    gated: bool = False,
+) -> Float[Tensor, "T Y"]:
+    """x @ w.T (+ bias) (+ residual); with gated silu(gate) * up of w's two halves, Y = O / 2.
+
+    More than 16 rows go to torch's own product. Raises ValueError for operands that do not fit, TypeError for mixed
+    dtypes.
+    """
+    return _small_linear(x, w, bias, residual, gated)
+
+
+def norm_linear(
+    x: Float[Tensor, "T H"],
+    norm: Float[Tensor, " H"],
+    eps: float,
+    w: Float[Tensor, "O H"],
+    *,
+    bias: Float[Tensor, " O"] | None = None,
+    gated: bool = False,
+) -> Float[Tensor, "T Y"]:
+    """small_linear of RMSNorm(x); the norm is worked out by each program, so it costs no kernel of its own."""
+    return _norm_linear(x, norm, eps, w, bias, gated)

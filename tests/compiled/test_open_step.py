@@ -1,0 +1,117 @@
+"""The open step under torch.compile: what is traced, how often, and that values are the eager ones."""
+
+import pytest
+import torch
+import torch._dynamo.testing
+from examples_of import EXAMPLES, example
+
+import fnllm
+
+pytestmark = pytest.mark.compiled
+ORACLE = EXAMPLES.parent / "tests" / "oracle"
+PROMPTS = [[3, 14, 15, 92, 65, 35, 89, 79, 33], [8, 9, 79], [31, 41, 59, 26, 53]]
+GREEDY = fnllm.Sampling(temperature=0, max_tokens=6, ignore_eos=True)
+SMALL = {"num_blocks": 64, "block_size": 4}
+SITE = "layers.1.resid_post"
+
+
+@pytest.fixture
+def params():
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    return fnllm.load(ORACLE / "qwen3-tiny", device="cpu")
+
+
+@pytest.fixture
+def counter(monkeypatch):
+    """Steps are traced as always and run without Inductor; `counter.frame_count` is how many graphs were made."""
+    counter, real = torch._dynamo.testing.CompileCounter(), torch.compile
+
+    def traced(function, **options):
+        return real(function, **{**options, "backend": counter})
+
+    monkeypatch.setattr(torch, "compile", traced)
+    return counter
+
+
+def vector(seed):
+    return 3 * torch.randn(48, generator=torch.Generator().manual_seed(seed))
+
+
+def call(params, edits=(), capture=None, **options):
+    return fnllm.generate(params, PROMPTS, GREEDY, edits=edits, capture=capture, **{**SMALL, **options})
+
+
+def test_other_values_and_other_requests_trace_nothing_more(params, counter):
+    options = {"compile": "inductor", "prefix_cache": False}
+    capture = [fnllm.Capture(SITE, "prompt"), None, None]
+    first = call(params, [None, [fnllm.steer(SITE, vector(1))], None], capture, **options)
+    made = counter.frame_count
+    again = call(params, [[fnllm.steer(SITE, vector(2))], None, None], capture, **options)
+    assert counter.frame_count == made > 0
+    eager = call(params, [None, [fnllm.steer(SITE, vector(1))], None], capture, prefix_cache=False)
+    assert [out.token_ids for out in first] == [out.token_ids for out in eager]
+    assert again[1].token_ids != first[1].token_ids
+    torch.testing.assert_close(first[0].captured[SITE], eager[0].captured[SITE], rtol=1e-4, atol=1e-4)
+
+
+def test_weights_written_in_place_trace_nothing_more(params, counter):
+    counts = []
+    for _ in range(3):
+        call(params, compile="inductor")
+        counts.append(counter.frame_count)
+        with torch.no_grad():
+            params.tree["layers"][0]["down"].mul_(1.1)
+    assert counts[0] > 0 and counts == counts[:1] * 3
+
+
+def test_a_swap_costs_one_step_more_and_leaves_the_plain_one_alone(params, counter):
+    swaps = example("swap_layers")
+    options = {"compile": "inductor", "prefix_cache": False}
+    call(params, **options)
+    plain = counter.frame_count
+    layers = fnllm.Layers()._replace(mlp=swaps.relu2_mlp)
+    call(params, layers=layers, **options)
+    swapped = counter.frame_count
+    assert plain < swapped
+    call(params, **options)
+    call(params, layers=layers, **options)
+    assert counter.frame_count == swapped
+
+
+@pytest.mark.parametrize("name", ["a window with sinks", "a sampler of one's own"])
+def test_swap_examples_trace_whole(params, counter, name):
+    layers = example("swap_layers").SWAPS[name]
+    compiled = call(params, compile="inductor", layers=layers)
+    assert [out.token_ids for out in compiled] == [out.token_ids for out in call(params, layers=layers)]
+
+
+def test_int8_weights_trace_whole(params, counter):
+    swaps = example("swap_layers")
+    quantised, layers = swaps.quantised(params), fnllm.Layers()._replace(linear=swaps.int8_linear)
+    compiled = call(quantised, compile="inductor", layers=layers)
+    assert [out.token_ids for out in compiled] == [out.token_ids for out in call(quantised, layers=layers)]
+
+
+def item_mlp(p, x, ctx):
+    return x if x.sum().item() > 0 else -x
+
+
+def test_a_function_that_cannot_be_traced_is_named(params):
+    layers = fnllm.Layers()._replace(mlp=item_mlp)
+    with pytest.raises(
+        TypeError, match=r"layers\.mlp \(item_mlp\) cannot be traced by torch\.compile: .*compile='none'"
+    ):
+        call(params, compile="inductor", layers=layers)
+    assert call(params, layers=layers)[0].finish_reason == "length"  # eager, it runs
+
+
+@pytest.mark.slow
+def test_edits_and_captures_through_inductor(params):
+    edits = [[fnllm.steer(SITE, vector(1))], None, [fnllm.ablate("layers.2.resid_mid", vector(2))]]
+    capture = [None, fnllm.Capture(("layers.*.resid_post", "layers.0.q", "logits")), fnllm.Capture(SITE, "output")]
+    compiled, eager = call(params, edits, capture, compile="inductor"), call(params, edits, capture)
+    for a, b in zip(compiled, eager, strict=True):
+        assert a.token_ids == b.token_ids and a.captured_at == b.captured_at
+        for site, x in a.captured.items():
+            torch.testing.assert_close(x, b.captured[site], rtol=1e-4, atol=1e-4)

@@ -1,0 +1,145 @@
+"""What the ranks of one group check: that they give what one rank gives."""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import fnllm
+from fnllm.distributed import world
+from fnllm.scoring import context, packed_batch
+
+ORACLE = Path(__file__).parents[1] / "oracle"
+CHECKPOINTS = sorted(folder.parent.name for folder in ORACLE.glob("*/config.json"))
+# float32 logits are of order 1 here; transformers against itself differs by 1.2e-5.
+BOUND = 5e-5
+NEW = 8
+DETAILED = ("llama-tiny", "qwen3-moe-mixed", "qwen3-odd")  # run more than the greedy tokens
+
+
+def greedy(count: int = NEW) -> fnllm.Sampling:
+    return fnllm.Sampling(temperature=0, max_tokens=count, ignore_eos=True)
+
+
+def mixed() -> list[fnllm.Sampling]:
+    """Every part of the sampler, seeded."""
+    base = {"max_tokens": 6, "ignore_eos": True, "seed": 5}
+    return [
+        fnllm.Sampling(temperature=1.0, n=2, **base),
+        fnllm.Sampling(temperature=0.8, top_k=7, logprobs=2, **base),
+        fnllm.Sampling(temperature=1.3, top_p=0.8, min_p=0.02, **base),
+        fnllm.Sampling(temperature=0.7, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, **base),
+        fnllm.Sampling(temperature=0.0, logit_bias={3: 4.0, 40: -2.0}, logprobs=0, prompt_logprobs=1, **base),
+        fnllm.Sampling(temperature=1.0, logits_fn=favour_even, **base),
+    ]
+
+
+def favour_even(logits, history):
+    return logits + (torch.arange(logits.shape[1]) % 2 == 0)
+
+
+def cases_of(golden: dict) -> list[dict]:
+    """Prompts with their greedy continuations, the longest first, which leaves the others little room."""
+    cases = [case for case in golden["prompts"].values() if case["greedy"] and len(case["prompt"]) > 1]
+    return sorted(cases, key=lambda case: -len(case["prompt"]))
+
+
+def tight(cases: list[dict]) -> dict:
+    """Prompts in chunks of at most 13, a pool hardly larger than the longest sequence, and the prefix cache on."""
+    longest = len(cases[0]["prompt"]) + NEW
+    return {
+        "block_size": 4, "num_blocks": -(-longest // 4) + 4, "max_num_seqs": 4, "max_num_batched_tokens": 32,
+        "max_chunk": 13, "max_model_len": 128,
+    }  # fmt: skip
+
+
+def logits_of(params: fnllm.Params, ids: list[int]) -> torch.Tensor:
+    """Logits of every position, whole on every rank."""
+    tp = world(params.shard)
+    batch = packed_batch(torch.tensor(ids), [len(ids)], fnllm.rope.make_rope(params.config, "cpu"))
+    with torch.no_grad():
+        ctx = context(params, batch, fnllm.Layers(), tp=tp)
+        local = ctx.layers.lm_head(params.tree["lm_head"], fnllm.forward(params.tree, ctx), ctx)
+        return tp.all_gather(local, -1)[:, : params.config.vocab_size]
+
+
+def outcome(completions: list[fnllm.Completion]) -> list:
+    return [
+        (c.token_ids, c.text, c.finish_reason, [e.id for e in c.logprobs or ()], c.cached_tokens) for c in completions
+    ]
+
+
+def run_all(name: str, goldens: dict) -> dict:
+    """Everything that is compared between one rank and many, for one checkpoint."""
+    params = fnllm.load(ORACLE / name)
+    cases = cases_of(goldens[name])
+    prompts, options = [case["prompt"] for case in cases], tight(cases)
+    p17 = goldens[name]["prompts"]["p17"]
+    ids = p17["prompt"] + p17["greedy"]
+    first = fnllm.generate(params, prompts, greedy(), **options)
+    (machine,) = params.workspace.values()
+    preemptions, again, drawn = machine.idle.scheduler.counters.preemptions, [], []
+    captured = scores = torch.zeros(0)
+    if name in DETAILED:
+        again = fnllm.generate(params, prompts, greedy(), **options)  # over the prefixes that are cached now
+        drawn = fnllm.generate(
+            params, [prompts[-1]] * len(mixed()), mixed(), block_size=8, num_blocks=64, max_num_seqs=8
+        )
+        scores = fnllm.score(params, [ids])[0].detach()
+        sites = ("layers.1.q", "layers.0.v", "layers.1.resid_post", "logits")
+        (seen,) = fnllm.generate(params, [ids], greedy(2), capture=sites, block_size=8, num_blocks=64, max_num_seqs=8)
+        captured = torch.cat([seen.captured[site].flatten() for site in sites])
+    return {
+        "first": outcome(first),
+        "again": outcome(again),
+        "drawn": outcome(drawn),
+        "drawn_logprobs": torch.tensor([entry.logprob for c in drawn for entry in c.logprobs or ()]),
+        "captured": captured,
+        "prompt_logprobs": torch.tensor([e.logprob for c in drawn for e in c.prompt_logprobs or () if e is not None]),
+        "preemptions": preemptions,
+        "logits": logits_of(params, ids),
+        "scores": scores,
+    }
+
+
+def on_one_rank(size: int) -> dict:
+    goldens = {name: json.loads((ORACLE / name / "golden.json").read_text()) for name in CHECKPOINTS}
+    return {"goldens": goldens, "one": {name: run_all(name, goldens) for name in CHECKPOINTS}}
+
+
+def check_all_checkpoints_give_what_one_rank_gives(expected: dict) -> None:
+    worst = 0.0
+    for name in CHECKPOINTS:
+        one, many = expected["one"][name], run_all(name, expected["goldens"])
+        for case, (tokens, *_) in zip(cases_of(expected["goldens"][name]), many["first"], strict=True):
+            assert list(tokens) == case["greedy"][:NEW], name
+        for key in ("first", "again", "drawn", "preemptions"):
+            assert many[key] == one[key], (name, key)
+        assert many["preemptions"] > 0 or name == "qwen3-dynamic", name  # whose long prompt has no golden tokens
+        assert name not in DETAILED or sum(cached for *_, cached in many["again"]) > 0, name
+        for key in ("logits", "scores", "captured", "drawn_logprobs", "prompt_logprobs"):
+            assert many[key].shape == one[key].shape, (name, key)
+            if many[key].numel():
+                difference = float((many[key] - one[key]).abs().max())
+                worst = max(worst, difference)
+                assert difference < BOUND, (name, key, difference)
+        reference = load_file(ORACLE / name / "golden.safetensors")["p17.logits"]
+        assert float((many["logits"] - reference).abs().max()) < 1e-4, name
+    if os.environ["RANK"] == "0":
+        print(f"largest difference of a logit: {worst:.2e}")
+
+
+def check_without_a_seed_all_ranks_draw_the_same(expected: dict) -> None:
+    params = fnllm.load(ORACLE / "qwen3-odd")
+    texts: list = [None] * dist.get_world_size()
+    wild = fnllm.Sampling(temperature=3.0, max_tokens=8)
+    for _ in range(2):
+        drawn = fnllm.generate(params, [[5, 6, 7]], wild, num_blocks=16)
+        dist.all_gather_object(texts, drawn[0].token_ids)
+        assert len(set(texts)) == 1, texts
+    chunks = [c.token_ids for c in fnllm.stream(params, [[5, 6, 7]], wild, num_blocks=16)]
+    dist.all_gather_object(texts, chunks)
+    assert all(text == texts[0] for text in texts)

@@ -1,0 +1,144 @@
+"""The attention op on the CPU: against float64, under padding and poison, traced, and refused where it must be."""
+
+import kernel_cases as cases
+import pytest
+import torch
+
+from fnllm_kernels import attention_reference
+from fnllm_kernels.attention import attention_metadata, default_backend, paged_attention
+
+ALL = cases.DECODE | cases.PREFILL
+
+
+def inputs_of(name, dtype=torch.float32, seed=0):
+    return cases.attention_inputs(ALL[name], dtype=dtype, device="cpu", seed=seed, poison=float("nan"))
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
+def test_equals_float64(name, dtype, bound):
+    inputs, static = inputs_of(name, dtype), cases.static_arguments(ALL[name])
+    out = paged_attention(**inputs, **static, backend="reference")
+    assert cases.relative_error(out, cases.exact_attention(inputs, **static)) < bound
+    assert out.dtype == dtype
+
+
+def test_fault_78_three_kv_heads_of_24():
+    inputs, static = inputs_of("prefill-odd-heads"), cases.static_arguments(ALL["prefill-odd-heads"])
+    assert inputs["k_cache"].shape[2:] == (3, 24)
+    out = paged_attention(**inputs, **static, backend="reference")
+    assert cases.relative_error(out, cases.exact_attention(inputs, **static)) < 2e-6
+
+
+@pytest.mark.parametrize("name", ["mixed", "decode-padded"])
+def test_padding_rows_are_zero(name):
+    inputs, static = inputs_of(name), cases.static_arguments(ALL[name])
+    out = paged_attention(**inputs, **static, backend="reference")
+    used = inputs["cu_seqlens_q"][-1]
+    assert out.shape[0] > used
+    assert (out[used:] == 0).all() and out.isfinite().all()
+
+
+def test_long_query_is_taken_in_steps(monkeypatch):
+    case = cases.AttentionCase(4, 2, 8, 4, ((23, 31),), window=9)
+    inputs, static = (
+        cases.attention_inputs(case, dtype=torch.float32, device="cpu", seed=3, poison=float("nan")),
+        cases.static_arguments(case),
+    )
+    monkeypatch.setattr(attention_reference, "_QUERY_STEP", 5)
+    out = paged_attention(**inputs, **static, backend="reference")
+    assert cases.relative_error(out, cases.exact_attention(inputs, **static)) < 2e-6
+
+
+def test_similar_lengths_decode_in_one_product(monkeypatch):
+    case = cases.AttentionCase(4, 2, 8, 4, tuple((1, 129 + i) for i in range(8)))
+    inputs, calls = cases.attention_inputs(case, dtype=torch.float32, device="cpu", seed=0, poison=0.0), []
+    attend = attention_reference.scaled_dot_product_attention
+    monkeypatch.setattr(
+        attention_reference,
+        "scaled_dot_product_attention",
+        lambda *args, **options: calls.append(1) or attend(*args, **options),
+    )
+    paged_attention(**inputs, **cases.static_arguments(case), backend="reference")
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("name", ["decode", "decode-window", "mixed"])
+def test_a_sequence_does_not_depend_on_its_batch(name):
+    inputs, static = inputs_of(name), cases.static_arguments(ALL[name])
+    together = paged_attention(**inputs, **static, backend="reference")
+    cu = inputs["cu_seqlens_q"].tolist()
+    for b in range(len(cu) - 1):
+        rows = slice(cu[b], cu[b + 1])
+        alone = paged_attention(
+            inputs["q"][rows],
+            inputs["k_cache"],
+            inputs["v_cache"],
+            inputs["block_tables"][b : b + 1],
+            torch.tensor([0, cu[b + 1] - cu[b]], dtype=torch.int32),
+            inputs["context_lens"][b : b + 1],
+            **static,
+            backend="reference",
+        )
+        assert torch.equal(alone, together[rows])
+
+
+def op_arguments(inputs, static):
+    return (*inputs.values(), static["max_seqlen_q"], static["scale"], static["window"], "reference", None, 0)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("name", ["decode-padded", "mixed"])
+def test_op_is_registered_right(name):
+    arguments = op_arguments(inputs_of(name), cases.static_arguments(ALL[name]))
+    torch.library.opcheck(torch.ops.fnllm.paged_attention.default, arguments)
+
+
+@pytest.mark.compiled
+def test_traces_whole_and_equals_eager():
+    inputs, static = inputs_of("mixed"), cases.static_arguments(ALL["mixed"])
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(inputs):
+        return paged_attention(**inputs, **static, backend="reference") * 2
+
+    assert torch.equal(step(inputs), paged_attention(**inputs, **static, backend="reference") * 2)
+
+
+def test_refuses_what_does_not_belong_together(unchecked):
+    inputs, static = inputs_of("decode"), cases.static_arguments(ALL["decode"])
+    with pytest.raises(ValueError, match=r"backend is 'fa4'; it must be one of reference, triton"):
+        paged_attention(**inputs, **static, backend="fa4")
+    with pytest.raises(ValueError, match=r"3 query heads over 2 KV heads"):
+        paged_attention(**inputs | {"q": inputs["q"][:, :3]}, **static, backend="reference")
+    with pytest.raises(ValueError, match=r"q is torch.float16, the caches torch.float32"):
+        paged_attention(**inputs | {"q": inputs["q"].half()}, **static, backend="reference")
+    with pytest.raises(ValueError, match=r"must be \[B, M\], \[B \+ 1\] and \[B\]"):
+        paged_attention(**inputs | {"context_lens": inputs["context_lens"][:2]}, **static, backend="reference")
+    with pytest.raises(ValueError, match=r"must be \[T, N, D\] and twice \[P, S, K, D\]"):
+        paged_attention(**inputs | {"q": inputs["q"][..., :8]}, **static, backend="reference")
+
+
+def test_cpu_needs_no_metadata_and_runs_the_reference():
+    inputs = inputs_of("decode")
+    assert default_backend("cpu", torch.bfloat16, 128) == "reference"
+    made = attention_metadata(
+        inputs["context_lens"], inputs["cu_seqlens_q"], num_tokens=3, num_heads=4, num_kv_heads=2, head_dim=16,
+        block_size=4, max_blocks=10, max_seqlen_q=1, dtype=torch.float32, backend="reference",
+    )  # fmt: skip
+    assert made is None
+
+
+@pytest.mark.compiled
+def test_flash_and_plan_ops_trace_with_fake_sizes():
+    """What a GPU step traces, on fake CUDA tensors: no device, no flash-attn, no triton launch."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        lengths = torch.empty(5, dtype=torch.int32)
+        made = torch.ops.fnllm.fa3_metadata(lengths, 16, 8, 128, 64, 10, torch.bfloat16, 0)
+        assert made.shape == (1 + 8 * 4,) and made.dtype == torch.int32
+        windowed = torch.ops.fnllm.fa3_metadata(lengths, 16, 8, 128, 64, 10, torch.bfloat16, 100)
+        assert windowed.shape == (1 + 8 * 3,)
+        plan = torch.ops.fnllm.decode_plan(lengths, torch.empty(6, dtype=torch.int32), 4, 16, torch.float32, 0)
+        assert plan.shape == (4 + (5 + 4) + 5 + 5 * 4,)

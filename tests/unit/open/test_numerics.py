@@ -1,0 +1,184 @@
+"""What each numerics mode promises; every test here is a cell of the table in docs/numerics.md."""
+
+import random
+
+import pytest
+import torch
+
+import fnllm
+from fnllm.numerics import Ordered, layers_for
+from fnllm_kernels.attention import paged_attention
+from fnllm_kernels.invariant_linear import invariant_linear
+
+SMALL = {"num_blocks": 64, "block_size": 4}
+INVARIANT = {**SMALL, "numerics": "batch_invariant"}
+NAMES = ("qwen3-tiny", "qwen2-window", "qwen3-odd", "qwen3-moe-norm")
+DTYPES = (torch.float32, torch.bfloat16)
+SAMPLING = fnllm.Sampling(temperature=0.7, top_p=0.9, seed=3, max_tokens=6, logprobs=2, ignore_eos=True)
+
+
+def prompts(params):
+    draw = random.Random(1)
+    whole = [[draw.randrange(3, params.config.vocab_size) for _ in range(n)] for n in (1, 3, 17, 27)]
+    return [*whole, whole[3][:21]]  # the last shares a prefix
+
+
+def outcome(completions):
+    return [(out.token_ids, out.logprobs) for out in completions]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Each prompt by itself: the bits that everything else must give."""
+    known = {}
+
+    def run(params):
+        key = id(params)
+        if key not in known:
+            known[key] = [
+                outcome(fnllm.generate(params, [p], SAMPLING, prefix_cache=False, **INVARIANT))[0]
+                for p in prompts(params)
+            ]
+        return known[key]
+
+    return run
+
+
+WAYS = {
+    "batch mates": {},
+    "chunks of 1": {"max_chunk": 1},
+    "chunks of 7": {"max_chunk": 7},
+    "preemption": {"num_blocks": 12},
+    "blocks of 16": {"block_size": 16, "num_blocks": 24},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fault_40_bits_do_not_depend_on(way, dtype, checkpoint, alone):
+    params = checkpoint("qwen3-tiny", dtype)
+    assert outcome(fnllm.generate(params, prompts(params), SAMPLING, **{**INVARIANT, **WAYS[way]})) == alone(params)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_other_architectures_in_one_crowded_run(name, dtype, checkpoint, alone):
+    """Sliding windows, odd sizes and experts; batch mates, chunks and preemption at once."""
+    params = checkpoint(name, dtype)
+    crowded = {**INVARIANT, "max_chunk": 7, "num_blocks": 12}
+    assert outcome(fnllm.generate(params, prompts(params), SAMPLING, **crowded)) == alone(params)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_do_not_depend_on_prefix_hits(dtype, checkpoint, alone):
+    params = checkpoint("qwen3-tiny", dtype)
+    for _ in range(2):
+        outs = fnllm.generate(params, prompts(params)[::-1], SAMPLING, **INVARIANT)[::-1]
+        assert outcome(outs) == alone(params)
+    assert sum(out.cached_tokens for out in outs) > 30
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_fault_82_score_gives_generates_bits(name, dtype, checkpoint, alone):
+    params = checkpoint(name, dtype)
+    sequences = [p + list(ids) for p, (ids, _) in zip(prompts(params), alone(params), strict=True)]
+    for limit in (16384, 40):  # other packs, other batch mates
+        scored = fnllm.score(params, sequences, numerics="batch_invariant", max_batched_tokens=limit)
+        for p, x, (_, logprobs) in zip(prompts(params), scored, alone(params), strict=True):
+            assert x[len(p) - 1 :].tolist() == [one.logprob for one in logprobs]
+
+
+def test_the_default_mode_does_depend_on_the_batch(checkpoint, alone):
+    """So the tests above can fail. What holds is equality within rounding."""
+    params = checkpoint("qwen3-tiny")
+    greedy = fnllm.Sampling(temperature=0, max_tokens=10, logprobs=0, ignore_eos=True)
+    apart = [fnllm.generate(params, [p], greedy, **SMALL)[0] for p in prompts(params)]
+    beside = fnllm.generate(params, prompts(params), greedy, **SMALL)
+    assert [a.token_ids for a in apart] == [b.token_ids for b in beside]
+    ours, theirs = ([x.logprob for out in outs for x in out.logprobs] for outs in (apart, beside))
+    assert ours != theirs and ours == pytest.approx(theirs, abs=1e-4)
+    for p, out in zip(prompts(params), beside, strict=True):
+        scored = fnllm.score(params, [p + list(out.token_ids)])[0][len(p) - 1 :]
+        assert scored.tolist() == pytest.approx([x.logprob for x in out.logprobs], abs=1e-4)
+
+
+def test_invariant_gradients_are_the_plain_ones(tiny):
+    def gradient(numerics):
+        leaf = tiny.tree["layers"][1]["gate_up"].detach().clone().requires_grad_()
+        layers = [p if i != 1 else {**p, "gate_up": leaf} for i, p in enumerate(tiny.tree["layers"])]
+        params = tiny._replace(tree={**tiny.tree, "layers": layers})
+        fnllm.score(params, prompts(tiny)[1:4], numerics=numerics)[0].sum().backward()
+        return leaf.grad
+
+    torch.testing.assert_close(gradient("batch_invariant"), gradient("default"), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64), ids=str)
+def test_a_row_of_a_linear_map_is_alone(dtype):
+    draw = random.Random(0)
+    for _ in range(12):
+        inputs, outputs = draw.randint(1, 300), draw.randint(1, 300)
+        x = torch.randn(37, inputs, dtype=torch.float64).to(dtype)
+        w = torch.randn(outputs, inputs, dtype=torch.float64).to(dtype)
+        whole = invariant_linear(x, w)
+        for first, last in ((0, 1), (3, 21), (36, 37), (16, 33)):
+            assert torch.equal(invariant_linear(x[first:last], w), whole[first:last]), (inputs, outputs, first)
+        bound = 1e-10 if dtype == torch.float64 else 1e-4 if dtype == torch.float32 else 0.02
+        exact = x.double() @ w.double().T
+        assert ((whole.double() - exact).abs() <= bound * (1 + x.double().abs() @ w.double().abs().T)).all()
+
+
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("heads, kv_heads, dim", [(4, 2, 16), (9, 3, 24), (5, 1, 10)])
+def test_a_query_of_attention_is_alone(heads, kv_heads, dim, window):
+    """One pass over 150 tokens against a query at a time, in blocks of another size; and against the plain form."""
+    generator = torch.Generator().manual_seed(0)
+    length = 150
+    q, k, v = (torch.randn(length, n, dim, generator=generator) for n in (heads, kv_heads, kv_heads))
+
+    def run(queries, context, block, backend="triton_invariant"):
+        blocks = -(-length // block)
+        order = torch.randperm(blocks, generator=torch.Generator().manual_seed(block))
+        cache = []
+        for x in (k, v):
+            pool = torch.full((blocks, block, kv_heads, dim), float("nan"))
+            padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, blocks * block - length), value=float("nan"))
+            pool[order] = padded.view(blocks, block, kv_heads, dim)
+            cache.append(pool)
+        cu = torch.tensor([0, queries.shape[0]], dtype=torch.int32)
+        lens = torch.tensor([context], dtype=torch.int32)
+        return paged_attention(queries, *cache, order[None].int(), cu, lens, max_seqlen_q=queries.shape[0], scale=0.3,
+                               window=window, backend=backend)  # fmt: skip
+
+    whole = run(q, length, 4)
+    for place in (0, 1, 63, 64, 65, 149):
+        assert torch.equal(run(q[place : place + 1], place + 1, 16)[0], whole[place])
+    assert torch.equal(run(q[20:90], 90, 1), whole[20:90])
+    torch.testing.assert_close(whole, run(q, length, 4, "reference"), rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_caller_swapped_stays_swapped():
+    mine = fnllm.Layers()._replace(linear=max)
+    assert layers_for(mine, "batch_invariant").linear is max
+    assert layers_for(mine, "batch_invariant").attend is not mine.attend
+    assert layers_for(mine, "default") == mine
+
+
+def test_sums_over_ranks_are_in_rank_order():
+    parts = [torch.randn(3, 7, generator=torch.Generator().manual_seed(r)) for r in range(3)]
+    run = fnllm.simulate(3, lambda tp, x: Ordered(tp).all_reduce(x), parts)
+    assert all(torch.equal(x, (parts[0] + parts[1]) + parts[2]) for x in run.results)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"numerics": "exact"}, "numerics must be one of default, batch_invariant, found 'exact'"),
+        ({"numerics": "batch_invariant", "compile": "inductor"}, "compile='none' or 'graphs'"),
+        ({"numerics": "batch_invariant", "attention": "fa3"}, "attention of its own"),
+    ],
+)
+def test_options_that_contradict_are_refused(tiny, options, words):
+    with pytest.raises(ValueError, match=words):
+        fnllm.generate(tiny, [[3]], **options)

@@ -1,0 +1,96 @@
+"""Weights that change under the engine: at once, everywhere, without another step built or a copy made."""
+
+import pytest
+import torch
+from examples_of import example
+from torch.utils._pytree import tree_map
+
+import fnllm
+
+PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 33]
+GREEDY = fnllm.Sampling(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
+SMALL = {"num_blocks": 64, "block_size": 4}
+
+
+def fresh(params):
+    """The same weights as new tensors, without engines."""
+    made = {}
+    tree = tree_map(lambda x: made.setdefault(id(x), x.detach().clone()), params.tree)
+    return params._replace(tree=tree, workspace={})
+
+
+def run(params):
+    return fnllm.generate(params, [PROMPT], GREEDY, **SMALL)[0]
+
+
+def change(tree, layer=1):
+    with torch.no_grad():
+        tree["layers"][layer]["down"].mul_(-2).add_(0.05)
+
+
+def test_fault_11_weights_written_in_place_take_effect_at_once(tiny):
+    params, expected = fresh(tiny), fresh(tiny)
+    change(expected.tree)
+    before = run(params)
+    (machine,) = params.workspace.values()
+    built, address = len(machine.runners), params.tree["layers"][1]["down"].data_ptr()
+    pool = machine.resident.cache.k[0].data_ptr()
+    change(params.tree)
+    after = run(params)
+    assert after.cached_tokens == 0
+    assert after.token_ids == run(expected).token_ids != before.token_ids
+    close = [x.logprob for x in run(expected).logprobs]
+    assert [x.logprob for x in after.logprobs] == pytest.approx(close, abs=1e-5)
+    assert (len(machine.runners), params.tree["layers"][1]["down"].data_ptr()) == (built, address)
+    assert list(params.workspace.values()) == [machine] and machine.resident.cache.k[0].data_ptr() == pool
+    assert run(params).cached_tokens == 8  # nothing changed since
+
+
+def test_fault_11_a_replaced_tree_takes_effect_at_once(tiny):
+    params, other = fresh(tiny), fresh(tiny)
+    change(other.tree, layer=0)
+    before = run(params)
+    (machine,) = params.workspace.values()
+    built = len(machine.runners)
+    swapped = params._replace(tree=other.tree)  # the same workspace
+    assert run(swapped).token_ids == run(other).token_ids != before.token_ids
+    assert run(params).token_ids == before.token_ids  # and back
+    assert len(machine.runners) == built and list(params.workspace.values()) == [machine]
+
+
+def test_an_optimizer_step_counts_as_a_change(tiny):
+    params = fresh(tiny)
+    weight = params.tree["layers"][2]["qkv"].requires_grad_()
+    optimizer = torch.optim.SGD([weight], lr=50.0)
+    before = run(params)
+    fnllm.score(params, [PROMPT])[0].sum().backward()
+    optimizer.step()
+    after = run(params)
+    assert after.cached_tokens == 0 and after.logprobs != before.logprobs
+    scored = fnllm.score(params, [PROMPT + list(after.token_ids)])[0][8:]
+    torch.testing.assert_close(scored.detach(), torch.tensor([x.logprob for x in after.logprobs]), atol=1e-4, rtol=1e-4)
+
+
+def test_the_example_learns(tiny):
+    """Twelve rounds on the three-layer model: more of the tokens it draws lie in the upper half of the vocabulary."""
+    policy = example("on_policy")
+    params = fresh(tiny)
+    history = policy.train(
+        params,
+        [PROMPT, PROMPT[:4]],
+        lambda out: sum(i >= 80 for i in out.token_ids) / len(out.token_ids),
+        rounds=12,
+        samples=16,
+        length=6,
+        rate=1e-2,
+        max_num_seqs=32,
+        **SMALL,
+    )
+    assert sum(one.reward for one in history[-3:]) > sum(one.reward for one in history[:3]) + 0.45
+    assert max(one.gap for one in history) < 1e-3
+    (machine,) = params.workspace.values()
+    assert len(machine.runners) == 1
+
+
+def test_words_in_s():
+    assert example("on_policy").words_in_s("She sees the sea, sea side 9") == 4 / 6

@@ -1,0 +1,168 @@
+"""Rotary embeddings against transformers: frequencies, tables, rotation, in every scaling."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from fnllm.rope import apply_rope, make_rope, rope_tables
+from fnllm_weights import ModelConfig, RopeConfig
+
+SIZES = {
+    "hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 9,
+    "intermediate_size": 8, "max_position_embeddings": 128,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 32}
+SHORT, LONG = [1 + 0.01 * i for i in range(12)], [1 + 0.7 * i for i in range(12)]
+SCALINGS = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 3.7},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.3},
+    "yarn": YARN,
+    "yarn-attention-factor": {**YARN, "attention_factor": 1.0},
+    "yarn-mscale": {**YARN, "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.3},
+    "yarn-mscale-alone": {**YARN, "mscale": 0.707},
+    "yarn-betas": {**YARN, "beta_fast": 20.0, "beta_slow": 2.0, "truncate": False},
+    "yarn-shrunk": {**YARN, "factor": 1.0},
+    "yarn-without-factor": {**YARN, "factor": None},
+    "llama3": {**LLAMA3, "original_max_position_embeddings": 32},
+    "longrope": {**LONGROPE, "short_factor": SHORT, "long_factor": LONG},
+    "longrope-factor": {**LONGROPE, "short_factor": SHORT, "long_factor": LONG, "factor": 8.0},
+    "longrope-attention": {**LONGROPE, "short_factor": SHORT, "long_factor": LONG, "attention_factor": 1.3},
+}
+
+
+def ours(scaling: dict, theta: float = 5e5, **sizes) -> ModelConfig:
+    fields = {**SIZES, **sizes, "architectures": ["LlamaForCausalLM"], "rope_theta": theta, "rope_scaling": scaling}
+    return ModelConfig.from_dict(fields)
+
+
+def theirs(scaling: dict, theta: float = 5e5, **sizes) -> LlamaRotaryEmbedding:
+    return LlamaRotaryEmbedding(LlamaConfig(**{**SIZES, **sizes}, rope_parameters={"rope_theta": theta, **scaling}))
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 128, 129, 400])
+def test_tables_equal_transformers(name, length):
+    """At every length around the original one and the configured one, past both included."""
+    positions = torch.arange(length)
+    their_cos, their_sin = theirs(SCALINGS[name])(torch.zeros(1), positions[None])
+    cos, sin = rope_tables(make_rope(ours(SCALINGS[name])), positions, torch.full((length,), length))
+    assert cos.shape == sin.shape == (length, 12) and cos.dtype == torch.float32
+    torch.testing.assert_close(cos, their_cos[0, :, :12], rtol=0, atol=1e-6)
+    torch.testing.assert_close(sin, their_sin[0, :, :12], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize(("head_dim", "theta"), [(24, 1e4), (10, 1e6), (128, 1e6)])
+def test_frequencies_equal_bit_for_bit(name, head_dim, theta):
+    scaling = dict(SCALINGS[name])
+    for factor in {"short_factor", "long_factor"} & scaling.keys():
+        scaling[factor] = [scaling[factor][i % 12] for i in range(head_dim // 2)]
+    rope, reference = make_rope(ours(scaling, theta, head_dim=head_dim)), theirs(scaling, theta, head_dim=head_dim)
+    assert torch.equal(rope.inv_freq, reference.inv_freq)
+    assert rope.attention_factor.item() == torch.tensor(reference.attention_scaling).item()
+
+
+def test_fault_53_no_scaling_in_all_spellings():
+    expected = make_rope(ours(None))
+    for rope in ({"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}):
+        found = make_rope(ModelConfig.from_dict({**SIZES, "architectures": ["LlamaForCausalLM"], **rope}))
+        assert torch.equal(found.inv_freq, expected.inv_freq) and found.attention_factor == 1
+
+
+def test_fault_54_yarn_scales_the_tables_by_its_attention_factor():
+    """0.1 ln(4) + 1 unless the config says otherwise, at position 0 too."""
+    zero, one = torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.long)
+    for scaling, expected in ((YARN, 1.1386294361), ({**YARN, "attention_factor": 1.0}, 1.0)):
+        cos, sin = rope_tables(make_rope(ours(scaling)), zero, one)
+        assert cos[0, 0].item() == pytest.approx(expected, abs=1e-6) and sin[0, 0] == 0
+
+
+@pytest.mark.parametrize("name", ["linear", "llama3"])
+def test_fault_56_the_scaling_is_applied(name):
+    positions = torch.arange(3 * 128)
+    scaled = rope_tables(make_rope(ours(SCALINGS[name])), positions, positions + 1)[0]
+    plain = rope_tables(make_rope(ours(None)), positions, positions + 1)[0]
+    assert (scaled - plain).abs().max() > 0.5
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_sequences_of_one_batch_each_have_their_own_length(name):
+    rope = make_rope(ours(SCALINGS[name]))
+    lengths = [5, 400, 130]
+    alone = [rope_tables(rope, torch.arange(n), torch.full((n,), n)) for n in lengths]
+    together = rope_tables(
+        rope, torch.cat([torch.arange(n) for n in lengths]), torch.cat([torch.full((n,), n) for n in lengths])
+    )
+    for side in range(2):
+        torch.testing.assert_close(together[side], torch.cat([a[side] for a in alone]), rtol=0, atol=1e-6)
+
+
+def test_other_scalings_do_not_look_at_the_length():
+    positions = torch.arange(50)
+    for name in SCALINGS.keys() - {"dynamic"}:
+        if not name.startswith("longrope"):
+            rope = make_rope(ours(SCALINGS[name]))
+            short, long = (rope_tables(rope, positions, torch.full((50,), n))[0] for n in (50, 5000))
+            assert torch.equal(short, long)
+
+
+def test_int32_positions_give_the_same_tables():
+    for scaling in SCALINGS.values():
+        rope, positions = make_rope(ours(scaling)), torch.arange(200)
+        wide = rope_tables(rope, positions, positions + 1)
+        narrow = rope_tables(rope, positions.int(), positions.int() + 1)
+        assert torch.equal(wide[0], narrow[0]) and torch.equal(wide[1], narrow[1])
+
+
+def test_rotation_equals_transformers():
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(5, 3, 24, generator=generator), torch.randn(5, 2, 24, generator=generator)
+    positions = torch.tensor([0, 7, 3, 90, 127])
+    cos, sin = rope_tables(make_rope(ours(None)), positions, positions + 1)
+    their_cos, their_sin = theirs({"rope_type": "default"})(q, positions[None])
+    expected = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], their_cos, their_sin)
+    before = q.clone()
+    assert torch.equal(apply_rope(q, cos, sin), expected[0][0].transpose(0, 1))
+    assert torch.equal(apply_rope(k, cos, sin), expected[1][0].transpose(0, 1))
+    assert torch.equal(q, before)
+
+
+def test_rotation_in_bfloat16_is_rounded_once():
+    x = torch.randn(4, 2, 24, generator=torch.Generator().manual_seed(0)).bfloat16()
+    cos, sin = rope_tables(make_rope(ours(None)), torch.arange(4), torch.arange(4) + 1)
+    assert torch.equal(apply_rope(x, cos, sin), apply_rope(x.float(), cos, sin).bfloat16())
+
+
+def test_the_default_dtype_of_the_process_does_not_matter():
+    expected = [make_rope(ours(scaling)) for scaling in SCALINGS.values()]
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = [make_rope(ours(scaling)) for scaling in SCALINGS.values()]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(found, expected, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert (a is None and b is None) or (a.dtype == b.dtype and torch.equal(a, b))
+
+
+def test_a_scaling_written_by_hand_without_its_numbers_says_which():
+    config = ours(None)
+    for kind, name in (("yarn", "factor"), ("longrope", "short_factor"), ("linear", "factor")):
+        broken = ModelConfig(**{**vars(config), "rope": RopeConfig(rope_type=kind)})
+        with pytest.raises(ValueError, match=f"rope scaling '{kind}' needs {name}"):
+            make_rope(broken)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("name", ["yarn", "dynamic", "longrope"])
+def test_tables_compile_whole_for_any_number_of_tokens(name):
+    rope = make_rope(ours(SCALINGS[name]))
+    compiled = torch.compile(rope_tables, fullgraph=True, dynamic=True, backend="eager")
+    for count in (3, 5, 200):
+        positions = torch.arange(count)
+        found, expected = compiled(rope, positions, positions + 1), rope_tables(rope, positions, positions + 1)
+        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])

@@ -1,0 +1,46 @@
+"""Random weights, for benchmarks and tests of models that nobody has trained (effect: allocates on the device)."""
+
+import hashlib
+
+import torch
+
+from .config import ModelConfig
+from .params import ParamTree, as_dtype, build_tree
+from .shard import WHOLE, Shard, leaves
+
+STD = 0.02
+
+
+def init(
+    config: ModelConfig,
+    *,
+    seed: int = 0,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    shard: Shard = WHOLE,
+) -> ParamTree:
+    """A tree of normal weights (std 0.02) with norms of one, drawn on the device.
+
+    Each checkpoint tensor has a noise stream of its own, of which a rank keeps its part: the ranks of any shard
+    together hold the very model that one rank would.
+    """
+    device, dtype = torch.device(device), as_dtype(dtype or config.dtype or "float32")
+    tensors = {}
+    for leaf in leaves(config, shard):
+        out = torch.empty(leaf.shape, dtype=dtype, device=device)
+        for box in leaf.padding:
+            out[tuple(slice(*bounds) for bounds in box)] = 0
+        for piece in leaf.pieces:
+            if piece.tensor.endswith("norm.weight"):
+                out.fill_(1)
+                continue
+            noise = torch.empty(piece.shape, dtype=dtype, device=device)
+            noise.normal_(0, STD, generator=torch.Generator(device).manual_seed(_stream(seed, piece.tensor)))
+            source = tuple(slice(*bounds) for bounds in piece.source)
+            out[tuple(slice(*bounds) for bounds in piece.dest)] = noise[source]
+        tensors[leaf.path] = out
+    return build_tree(config, tensors)
+
+
+def _stream(seed: int, tensor: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{tensor}".encode()).digest()[:8], "little") >> 1
