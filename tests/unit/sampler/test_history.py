@@ -102,4 +102,4 @@ def test_sample_with_penalties_and_history_in_the_hook():
 
     assert all(ids.tolist() == [1, 0, 1] for ids in simulate(2, local, logits.chunk(2, 1)).results)
     with pytest.raises(ValueError, match="needs history"):
-        sample(logits, rows, torch.zeros(3), features=SamplerFeatures(penalties=True), vocab_limit=4)
+        sample(logits, rows, torch.arange(3), features=SamplerFeatures(penalties=True), vocab_limit=4)
