@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from examples_of import example
 
 import fnllm
+from fnllm.rope import make_rope
+from fnllm.scoring import context, packed_batch
 
 SMALL = {"num_blocks": 64, "block_size": 4}
 PROMPTS = [
@@ -78,7 +80,7 @@ def test_examples_equal_dense_arithmetic(tiny, name, options):
 
 def test_mlp_examples_equal_their_formulas(tiny):
     p, x = tiny.tree["layers"][0], torch.randn(5, 48, generator=torch.Generator().manual_seed(0))
-    ctx = type("Ctx", (), {"layers": USUAL, "tp": fnllm.tensor_parallel.SINGLE, "cache": None})()
+    ctx = context(tiny, packed_batch(torch.zeros(5, dtype=torch.int64), [5], make_rope(tiny.config)), USUAL)
     gate, up = (x @ p["gate_up"].T).chunk(2, -1)
     torch.testing.assert_close(swaps.relu2_mlp(p, x, ctx), (gate.clamp(min=0) ** 2 * up) @ p["down"].T)
     h = F.silu(gate) * up

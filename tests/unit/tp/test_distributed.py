@@ -12,7 +12,7 @@ from fnllm import distributed
 from fnllm.distributed import FAILED, launched, local_device, timeout, world
 from fnllm.tensor_parallel import SINGLE
 from fnllm.watch import Watch, watch
-from fnllm_weights import Shard
+from fnllm_weights import Params, Shard
 
 
 def test_place_outside_and_under_torchrun(monkeypatch):
@@ -45,11 +45,9 @@ def test_each_rank_has_a_gpu_of_its_own_or_is_told(monkeypatch):
 
 
 def test_one_rank_agrees_with_itself_and_counts_alone():
-    class OneRank:
-        shard = Shard(0, 1)
-
-    assert distributed.agree(OneRank, 7, prompts=["x"]) == 7
-    assert distributed.agree(OneRank, None) != distributed.agree(OneRank, None)
+    alone = Params(None, None, {}, Shard(0, 1))
+    assert distributed.agree(alone, 7, prompts=["x"]) == 7
+    assert distributed.agree(alone, None) != distributed.agree(alone, None)
     assert distributed.least(SINGLE, device("cpu"), lambda: 5) == 5
 
 
