@@ -2,7 +2,8 @@
 
 Parts, each in processes of its own under torchrun with a time limit, their results kept as they come:
 - equal: greedy tokens of the test checkpoints in float32 through the captured step, against their goldens, on one rank
-  and on all; how far logits move between one rank and all, in float32 and bfloat16. --smollm2 FOLDER adds a real model.
+  and on all; how far logits move between one rank and all, in float32 and bfloat16, and how long one greedy sequence in
+  bfloat16 stays the same. --smollm2 FOLDER adds a real model.
 - reduce: one all-reduce in a graph, NCCL against one kernel over peer memory.
 - serve: the workloads on a large shape, on one rank and on all, with either all-reduce; the efficiency; the share of
   all-reduces in a decode step.
@@ -63,11 +64,22 @@ def compare_logits(folder: Path, ranks: int) -> list[dict]:
     one, many = (torch.load(folder / f"logits{n}.pt") for n in (1, ranks))
     rows = []
     for name, dtype in one:
+        if dtype == "alone":
+            rows.append(compare_alone(name, one[name, dtype], many[name, dtype]))
+            continue
         difference = (one[name, dtype] - many[name, dtype]).abs()
         same = (one[name, dtype].argmax(-1) == many[name, dtype].argmax(-1)).float().mean()
         row = dict(part="logits", checkpoint=name, dtype=dtype, argmax_equal=float(same))
         rows.append(dict(row, largest=float(difference.max()), mean=float(difference.mean())))
     return rows
+
+
+def compare_alone(name: str, one: tuple, many: tuple) -> dict:
+    """How far two greedy runs in bfloat16 agree: tokens until they part, and the largest difference of logprobs there."""
+    same = [a == b for a, b in zip(one[0], many[0], strict=True)]
+    count = same.index(False) if False in same else len(same)
+    apart = max((abs(a - b) for a, b in zip(one[1][:count], many[1][:count], strict=True)), default=None)
+    return dict(part="alone", checkpoint=name, dtype="bfloat16", tokens=len(same), equal_tokens=count, largest=apart)
 
 
 def fault(args: argparse.Namespace, folder: Path, kind: str) -> dict:

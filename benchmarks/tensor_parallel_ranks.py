@@ -7,6 +7,7 @@ import statistics
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +78,9 @@ def equal(s: SimpleNamespace) -> None:
         for dtype in ("float32", "bfloat16"):
             params = params if dtype == "float32" else fnllm.load(folder, dtype=dtype, device=s.device)
             kept[folder.name, dtype] = logits_of(params, cases[-1]["prompt"] + cases[-1]["greedy"])
+        # One sequence in bfloat16 on a GPU takes the fused decode layers.
+        alone = fnllm.generate(params, [cases[-1]["prompt"]], replace(sampling, logprobs=0), **settings)[0]
+        kept[folder.name, "alone"] = (list(alone.token_ids), [entry.logprob for entry in alone.logprobs])
     if launched().rank == 0:
         torch.save(kept, Path(s.folder) / f"logits{s.ranks}.pt")
 

@@ -19,13 +19,13 @@ HEAD_DIMS = (32, 64, 128, 256)
 
 
 def fuses(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> bool:
-    """Whether this layer of this step can run fused: one bf16 token on one GPU, usual functions, no taps inside."""
+    """Whether this layer of this step can run fused: one bf16 token on a GPU, usual functions, no taps inside."""
     here = x.is_cuda and ctx.cache is not None and ctx.backend == "triton" and ctx.batch.max_seqlen == 1
     if not here:
         return False
     usual = all(getattr(ctx.layers, name) is getattr(Layers(), name) for name in INSIDE)
     fits = x.shape[0] == 1 and x.dtype == torch.bfloat16 and ctx.config.head_dim in HEAD_DIMS
-    return fits and usual and not ctx.taps.look_into(ctx.layer) and ctx.tp.size == 1 and "gate_up" in p
+    return fits and usual and not ctx.taps.look_into(ctx.layer) and "gate_up" in p
 
 
 def attention_counters(ctx: Context) -> Int[Tensor, " C"]:
@@ -37,8 +37,8 @@ def attention_counters(ctx: Context) -> Int[Tensor, " C"]:
 def decode_layer(
     p: dict, stream: Float[Tensor, "T H"], counters: Int[Tensor, " C"], ctx: Context
 ) -> Float[Tensor, "T H"]:
-    """The residual stream after this layer."""
-    eps, batch = ctx.config.rms_norm_eps, ctx.batch
+    """The residual stream after this layer; the first rank's share of a sum holds the stream before and the bias."""
+    eps, batch, first = ctx.config.rms_norm_eps, ctx.batch, ctx.tp.rank == 0
     qkv = norm_linear(stream, p["input_norm"], eps, p["qkv"], bias=p.get("qkv_bias"))
     out = decode_attention(
         qkv,
@@ -57,6 +57,8 @@ def decode_layer(
         scale=ctx.config.head_dim**-0.5,
         window=ctx.config.sliding_window[ctx.layer] or 0,
     )
-    stream = small_linear(out, p["o"], bias=p.get("o_bias"), residual=stream)
+    bias = p.get("o_bias") if first else None
+    stream = ctx.tp.all_reduce(small_linear(out, p["o"], bias=bias, residual=stream if first else None))
     gated = norm_linear(stream, p["post_norm"], eps, p["gate_up"], bias=p.get("gate_up_bias"), gated=True)
-    return small_linear(gated, p["down"], bias=p.get("down_bias"), residual=stream)
+    bias = p.get("down_bias") if first else None
+    return ctx.tp.all_reduce(small_linear(gated, p["down"], bias=bias, residual=stream if first else None))

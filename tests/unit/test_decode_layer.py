@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+import fnllm
 import fnllm_weights
 from fnllm.batch import StepInputs, decode_batch
 from fnllm.cache import allocate
@@ -22,9 +23,10 @@ CONFIG = fnllm_weights.ModelConfig(
 )  # fmt: skip
 
 
-def context(config, length: int) -> Context:
+def context(config, length: int, tp=SINGLE) -> Context:
     """One sequence of `length` cached tokens, over a cache of random keys and values."""
-    sizes, device = fnllm_weights.local_sizes(config), torch.device("cpu")
+    sizes = fnllm_weights.local_sizes(config, fnllm_weights.Shard(tp.rank, tp.size))
+    device = torch.device("cpu")
     rows = empty_rows(1, 4, 16, device)
     rows = rows._replace(length=torch.tensor([length, 0], dtype=torch.int32))
     rows = rows._replace(block_table=torch.tensor([[3, 1, 0, 2], [0, 0, 0, 0]], dtype=torch.int32))
@@ -33,7 +35,7 @@ def context(config, length: int) -> Context:
     for pool in (*cache.k, *cache.v):
         pool.normal_()
     batch = decode_batch(rows, inputs, make_rope(config), 4)
-    return Context(config, sizes, SINGLE, Layers(), batch, cache, "triton", 0, None, Taps(), 0)
+    return Context(config, sizes, tp, Layers(), batch, cache, "triton", 0, None, Taps(), 0)
 
 
 @pytest.mark.parametrize("length", [0, 3, 7])
@@ -53,6 +55,26 @@ def test_equals_the_layer_functions(length, qk_norm, window):
     torch.testing.assert_close(got, residual + plain.layers.mlp(p, h, plain), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(fused.cache.k[0], plain.cache.k[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(fused.cache.v[0], plain.cache.v[0], rtol=1e-5, atol=1e-5)
+
+
+def test_two_ranks_add_the_stream_and_each_bias_once():
+    trees = [
+        fnllm_weights.init(CONFIG, dtype="float32", shard=shard)["layers"][0]
+        for shard in (fnllm_weights.Shard(), fnllm_weights.Shard(0, 2), fnllm_weights.Shard(1, 2))
+    ]
+    for p in trees:
+        p["o_bias"].fill_(0.3)
+        p["down_bias"].fill_(-0.2)
+    stream = torch.randn(1, 24)
+
+    def run(tp, p):
+        ctx = context(CONFIG, 0, tp)
+        return decode_layer(p, stream, attention_counters(ctx), ctx)
+
+    ranks, calls = fnllm.simulate(2, run, trees[1:])
+    assert [call.kind for call in calls] == ["all_reduce", "all_reduce"]
+    for got in ranks:
+        torch.testing.assert_close(got, run(SINGLE, trees[0]), rtol=1e-5, atol=1e-5)
 
 
 def test_is_not_used_on_a_cpu():
