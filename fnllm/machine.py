@@ -32,7 +32,7 @@ from fnllm_kernels.kv_store import copy_blocks
 from fnllm_weights import Params, local_sizes
 
 CAPTURED_PREFILL = (64, 128, 256, 512, 1024, 2048)  # prefill steps up to the last of these are replayed as graphs
-CAPTURED_ENTRIES = 8  # ... when they hold at most so many sequences
+CAPTURED_ENTRIES = 8  # ... when they hold at most so many sequences; so are full steps, of any number
 SHORT_CONTEXT = 4096  # decode steps of only shorter sequences have graphs of their own: attention divides differently
 
 
@@ -265,9 +265,10 @@ class Machine:
         if decode:
             capture, size, length = True, round_up(entries, self.entry_sizes) if on_gpu else entries, None
         else:
-            capture = tokens <= CAPTURED_PREFILL[-1] and entries <= CAPTURED_ENTRIES
-            size = CAPTURED_ENTRIES if capture else self.entry_sizes[-1] + 1
-            length = round_up(tokens, CAPTURED_PREFILL) if capture else -(-tokens // 64) * 64
+            few = tokens <= CAPTURED_PREFILL[-1] and entries <= CAPTURED_ENTRIES
+            capture = few or tokens == self.options.max_num_batched_tokens
+            size = CAPTURED_ENTRIES if few else self.entry_sizes[-1] + 1
+            length = round_up(tokens, CAPTURED_PREFILL) if few else up_to_64(tokens)
             if not on_gpu:
                 size, length = entries, tokens
         row = np.full(size, self.options.max_num_seqs, np.int64)
@@ -315,7 +316,6 @@ class Machine:
         self.last_runner = (variant, features, self.runners[spec])
         return self.runners[spec]
 
-
     def prepare(self, params: Params, variant: Variant, features: SamplerFeatures) -> None:
         """Compile and capture the steps of every bucket now, so that no request waits for them.
 
@@ -331,11 +331,12 @@ class Machine:
                 rows = np.full(size, scratch, np.int64)
                 step = HostInputs(rows, np.zeros(size, bool), np.arange(size + 1, dtype=np.int32))
                 runner(params.tree, step, max_context=bound, capture=True)
-            for tokens in CAPTURED_PREFILL:
-                rows = np.full(CAPTURED_ENTRIES, scratch, np.int64)
-                ends = np.zeros(CAPTURED_ENTRIES + 1, np.int32)
-                ids, entry = np.zeros(tokens, np.int64), np.full(tokens, CAPTURED_ENTRIES, np.int64)
-                step = HostInputs(rows, np.zeros(CAPTURED_ENTRIES, bool), ends, ids, entry)
+            full = up_to_64(self.options.max_num_batched_tokens)
+            for size, tokens in (*((CAPTURED_ENTRIES, t) for t in CAPTURED_PREFILL), (self.entry_sizes[-1] + 1, full)):
+                rows = np.full(size, scratch, np.int64)
+                ends = np.zeros(size + 1, np.int32)
+                ids, entry = np.zeros(tokens, np.int64), np.full(tokens, size, np.int64)
+                step = HostInputs(rows, np.zeros(size, bool), ends, ids, entry)
                 runner(params.tree, step, max_context=0, capture=True)
 
 
@@ -346,6 +347,11 @@ def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
     else:
         for part in tree.values() if isinstance(tree, dict) else tree:
             yield from tensors_of(part)
+
+
+def up_to_64(tokens: int) -> int:
+    """The next multiple of 64, so that few sizes are met."""
+    return -(-tokens // 64) * 64
 
 
 def pad_to_power(tokens: np.ndarray) -> np.ndarray:

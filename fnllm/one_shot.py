@@ -51,7 +51,8 @@ def one_shot_all_reduce(x: Tensor, group_name: str, largest: int) -> Tensor:
         return functional.wait_tensor(functional.all_reduce(x, "sum", group_name))
     # The kernel copies `x` there for the others to read and ends when all have, so the next sum may write there again.
     shared = shared_buffer(group_name, x.dtype, x.device, largest)
-    return torch.ops.symm_mem.one_shot_all_reduce_copy(shared, x.view(-1), "sum", group_name).view(x.shape)
+    mine = shared[: x.numel()]
+    return torch.ops.symm_mem.one_shot_all_reduce_copy(mine, x.view(-1), "sum", group_name).view(x.shape)
 
 
 @one_shot_all_reduce.register_fake
