@@ -1,0 +1,149 @@
+"""Runs the decode kernels in Triton's interpreter and prints one JSON line a case: name and relative errors.
+
+Run as a program of its own, since Triton reads TRITON_INTERPRET when it is imported.
+"""
+
+import json
+import sys
+
+import decode_interpreter  # noqa: F401  (first: it switches the interpreter on)
+import torch
+from fnllm_kernels.decode_attention import decode_attention_reference, launch_decode_attention
+from fnllm_kernels.decode_linear import DotTiles, Tiles, launch_linear
+from fnllm_kernels.decode_step import (
+    PhaseTiles,
+    StepShape,
+    StepTiles,
+    decode_step_reference,
+    launch_decode_step,
+    layer_table,
+    new_step_state,
+    step_tiles,
+)
+from fnllm_kernels.small_linear import linear_reference
+
+BF16 = torch.bfloat16
+
+
+def random(*shape, scale=1.0):
+    return (torch.randn(*shape) * scale).to(BF16)
+
+
+def gain(size):
+    return (torch.rand(size) + 0.5).to(BF16)
+
+
+def error(got, expected):
+    return float((got.double() - expected.double()).norm() / (expected.double().norm() + 1e-30))
+
+
+def linear(name, rows, width, outputs, tiles, *, norm=False, bias=False, residual=False, gated=False):
+    x, w = random(rows, width), random(outputs, width, scale=0.2)
+    given = {"gated": gated, "eps": 1e-6}
+    if norm:
+        given["norm"] = gain(width)
+    if bias:
+        given["bias"] = random(outputs)
+    if residual:
+        given["residual"] = random(rows, outputs)
+    exact = {k: v.double() if torch.is_tensor(v) else v for k, v in given.items()}
+    expected = linear_reference(x.double(), w.double(), **exact)
+    return {"name": name, "y": error(launch_linear(x, w, tiles=tiles, **given), expected)}
+
+
+def attention(name, contexts, heads, kv_heads, head_dim, block_size, window=0, norm=True, **options):
+    rows, blocks = len(contexts), max(1, -(-max(contexts) // block_size))
+    order = torch.randperm(rows * blocks + 3)[: rows * blocks].view(rows, blocks).int()
+    tables = order.clone()
+    for t, context in enumerate(contexts):
+        tables[t, -(-context // block_size) :] = -1  # never an index
+    caches = [random(rows * blocks + 3, block_size, kv_heads, head_dim) for _ in range(2)]
+    expected_caches = [c.clone() for c in caches]
+    qkv = random(rows, (heads + 2 * kv_heads) * head_dim)
+    norms = (gain(head_dim), gain(head_dim)) if norm else (None, None)
+    angles = torch.rand(rows, head_dim // 2) * 6
+    lens = torch.tensor(contexts, dtype=torch.int32)
+    slots = torch.tensor(
+        [-1 if c == 0 else int(order[t, (c - 1) // block_size]) * block_size + (c - 1) % block_size for t, c in enumerate(contexts)]
+    )
+    counters = torch.zeros(rows * kv_heads, dtype=torch.int32)
+    fixed = (qkv, *norms, 1e-6, angles.cos(), angles.sin())
+    expected = decode_attention_reference(
+        *fixed, *expected_caches, tables, lens, slots, heads, head_dim**-0.5, window
+    )
+    got = launch_decode_attention(
+        *fixed, *caches, tables, lens, slots, counters, heads, head_dim**-0.5, window, **options
+    )
+    return {
+        "name": name, "y": error(got, expected), "k": error(caches[0], expected_caches[0]),
+        "v": error(caches[1], expected_caches[1]), "counters": int(counters.abs().sum()),
+    }  # fmt: skip
+
+
+def whole_step(name, context, shape: StepShape, layers, windows=None, tiles=None):
+    h, i, n, k, d, s = shape[:6]
+    windows = windows or [0] * layers
+    params = []
+    for _ in range(layers):
+        layer = {
+            "input_norm": gain(h), "qkv": random((n + 2 * k) * d, h, scale=h**-0.5), "o": random(h, n * d, scale=0.1),
+            "post_norm": gain(h), "gate_up": random(2 * i, h, scale=h**-0.5), "down": random(h, i, scale=i**-0.5),
+        }  # fmt: skip
+        if shape.qk_norm:
+            layer |= {"q_norm": gain(d), "k_norm": gain(d)}
+        if shape.qkv_bias:
+            layer |= {"qkv_bias": random((n + 2 * k) * d)}
+        params.append(layer)
+    blocks = -(-context // s)
+    table = torch.randperm(blocks + 2)[:blocks].int().view(1, blocks)
+    caches = [(random(blocks + 2, s, k, d), random(blocks + 2, s, k, d)) for _ in range(layers)]
+    expected_caches = [(a.clone(), b.clone()) for a, b in caches]
+    angles = torch.rand(1, d // 2) * 6
+    slot = torch.tensor([int(table[0, (context - 1) // s]) * s + (context - 1) % s])
+    fixed = (angles.cos(), angles.sin(), table, torch.tensor([context], dtype=torch.int32), slot)
+    token, embed = torch.tensor([7]), random(11, h)
+    expected = decode_step_reference(token, embed, params, expected_caches, windows, *fixed, shape, d**-0.5)
+    state = new_step_state("cpu", k)
+    got = launch_decode_step(
+        token, embed, layer_table(params, caches, windows), *fixed, state, shape, d**-0.5,
+        tiles=tiles or step_tiles(shape, 4, warps=2), phase_by_phase=True,
+    )  # fmt: skip
+    pairs = [p for layer in zip(caches, expected_caches, strict=True) for p in zip(*layer, strict=True)]
+    return {"name": name, "y": error(got, expected), "k": max(error(a, b) for a, b in pairs), "counters": int(state.sum())}
+
+
+ODD_TILES = StepTiles(
+    4, 1, 8, PhaseTiles(2, 1, 3, 32), PhaseTiles(3, 2, 4, 4), PhaseTiles(1, 3, 1, 18), PhaseTiles(4, 3, 2, 3), keys=8, least=16
+)
+CASES = {
+    "linear": [
+        lambda: linear("one row", 1, 32, 10, Tiles(2, 1, 8, 2)),
+        lambda: linear("norm, bias", 1, 32, 10, Tiles(2, 2, 8, 2), norm=True, bias=True),
+        lambda: linear("three rows, pieces past the end", 3, 40, 10, Tiles(2, 2, 8, 2), norm=True, bias=True),
+        lambda: linear("gated in units", 2, 40, 10, Tiles(2, 2, 8, 1), norm=True, gated=True, bias=True),
+        lambda: linear("gated, three rows a warp", 2, 40, 22, Tiles(2, 3, 8, 4), norm=True, gated=True),
+        lambda: linear("residual", 2, 24, 10, Tiles(2, 2, 8, 4), residual=True),
+        lambda: linear("tensor cores", 5, 64, 10, DotTiles(8, 2, 16, 4)),
+        lambda: linear("tensor cores, all options", 16, 80, 20, DotTiles(8, 2, 16, 4), norm=True, bias=True, residual=True),
+        lambda: linear("tensor cores, gated", 5, 80, 20, DotTiles(8, 2, 16, 4), norm=True, bias=True, gated=True),
+    ],
+    "attention": [
+        lambda: attention("padding row", [5, 1, 0, 9], 4, 2, 32, 4, splits=4, warps=1, keys=8, least=8),
+        lambda: attention("splits", [37, 20], 4, 2, 32, 8, splits=4, warps=1, keys=8, least=8),
+        lambda: attention("window", [37, 20], 4, 2, 32, 8, window=7, splits=4, warps=1, keys=8, least=8),
+        lambda: attention("no norm, one split", [37, 20], 2, 2, 32, 16, norm=False, splits=1, warps=1, keys=8, least=8),
+        lambda: attention("groups of three", [130], 6, 2, 32, 16, window=100, splits=8, warps=1, keys=8, least=16),
+    ],
+    "step": [
+        lambda: whole_step("two layers", 9, StepShape(32, 40, 4, 2, 32, 4, 1e-6, True, False), 2),
+        lambda: whole_step("first token, biases", 1, StepShape(32, 40, 4, 2, 32, 4, 1e-6, False, True), 1),
+        lambda: whole_step("window", 70, StepShape(48, 72, 4, 2, 32, 16, 1e-6, True, False), 2, [0, 20]),
+        lambda: whole_step("odd tiles", 70, StepShape(48, 72, 4, 2, 32, 16, 1e-6, True, False), 1, tiles=ODD_TILES),
+    ],
+}
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    for case in CASES[sys.argv[1]]:
+        print(json.dumps(case()), flush=True)

@@ -1,0 +1,105 @@
+"""The decode kernels in Triton's interpreter against float64 and plain torch, and their ops and checks on the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fnllm_kernels.decode_attention import decode_attention
+from fnllm_kernels.decode_step import StepShape, check_step, layer_table, phase_tiles, step_tiles
+
+HERE = Path(__file__).parent
+
+
+def interpreted(part: str) -> list[dict]:
+    pytest.importorskip("triton")
+    paths = [str(HERE), str(HERE.parents[1] / "kernels")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "decode_cases.py"), part]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_linear_kernels_match_float64():
+    found = interpreted("linear")
+    assert len(found) == 9
+    for case in found:
+        assert case["y"] < 8e-3, case  # bf16 results of bf16 operands
+
+
+def test_attention_kernel_matches_plain_torch():
+    found = interpreted("attention")
+    assert len(found) == 5
+    for case in found:
+        assert case["y"] < 4e-3 and case["k"] < 1e-3, case
+        assert case["v"] == 0 and case["counters"] == 0, case
+
+
+def test_step_kernel_matches_plain_torch():
+    found = interpreted("step")
+    assert len(found) == 4
+    for case in found:
+        assert case["y"] < 1.5e-2 and case["k"] < 1e-2, case
+        assert case["counters"] == 0, case
+
+
+def attention_case():
+    torch.manual_seed(0)
+    caches = [torch.randn(4, 2, 1, 4) for _ in range(2)]
+    tables = torch.tensor([[2, 0], [1, -1]], dtype=torch.int32)
+    lens, slots = torch.tensor([3, 0], dtype=torch.int32), torch.tensor([0, -1])
+    counters = torch.zeros(2, dtype=torch.int32)
+    cos, sin = torch.ones(2, 2), torch.zeros(2, 2)
+    return torch.randn(2, 4 * 4), None, None, 1e-6, cos, sin, *caches, tables, lens, slots, counters
+
+
+def test_attention_writes_its_slot_alone_and_attends_to_its_keys():
+    given = attention_case()
+    qkv, k_cache, v_cache = given[0], given[6], given[7]
+    before = k_cache.clone(), v_cache.clone()
+    y = decode_attention(*given, num_heads=2, scale=0.5)
+    keys = torch.stack((before[0][2, 0, 0], before[0][2, 1, 0], qkv[0, 8:12])).double()
+    values = torch.stack((before[1][2, 0, 0], before[1][2, 1, 0], qkv[0, 12:16])).double()
+    for n in range(2):
+        weights = torch.softmax(keys @ qkv[0, 4 * n : 4 * n + 4].double() * 0.5, dim=0)
+        torch.testing.assert_close(y[0, 4 * n : 4 * n + 4], (weights @ values).float(), rtol=1e-5, atol=1e-5)
+    assert not y[1].any()
+    before[0][0, 0, 0], before[1][0, 0, 0] = qkv[0, 8:12], qkv[0, 12:16]
+    assert torch.equal(k_cache, before[0]) and torch.equal(v_cache, before[1])
+
+
+def test_attention_op_is_well_formed_and_checks_its_operands():
+    given = attention_case()
+    torch.library.opcheck(torch.ops.fnllm.decode_attention, (*given, 2, 0.5, 0))
+    with pytest.raises(ValueError, match="2 rows x 1 KV heads need more"):
+        decode_attention(*given[:-1], given[-1][:1], num_heads=2, scale=0.5)
+
+
+def test_every_row_and_column_of_a_matrix_is_in_one_tile():
+    for outputs in (8, 96, 1000, 4096, 6144, 12288):
+        for width in (64, 1024, 3072, 4096, 12288):
+            for gated in (False, True):
+                cut = phase_tiles(outputs, width, 128, 8, 128, gated, 24)
+                assert cut.rows * cut.groups * 128 * 8 >= outputs
+                assert (cut.rows * cut.groups - 1) * 128 * 8 < outputs
+                assert cut.chunks * cut.units * 256 >= width
+                assert cut.rows * cut.chunks * (2 if gated else 1) <= 24
+
+
+def test_a_model_the_step_cannot_run_is_refused():
+    good = StepShape(1024, 3072, 16, 8, 128, 64, 1e-6, True, False)
+    check_step(good, step_tiles(good, 132).programs)
+    with pytest.raises(ValueError, match="head_dim=80, allowed are 32, 64, 128, 256"):
+        check_step(good._replace(head_dim=80), 128)
+    with pytest.raises(ValueError, match="6 KV heads do not divide 128 programs"):
+        check_step(good._replace(kv_heads=6, heads=12), 128)
+    layer = {"qkv": torch.zeros(8, 8, dtype=torch.bfloat16), "router": torch.zeros(8)}
+    cache = torch.zeros(1, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"layers\[0\] has \['router'\]"):
+        layer_table([layer], [(cache, cache)], [0])
+    with pytest.raises(ValueError, match=r"layers\[0\].qkv must be contiguous bf16"):
+        layer_table([{"qkv": torch.zeros(8, 8)}], [(cache, cache)], [0])
