@@ -1,6 +1,6 @@
 """One new token's attention over a paged cache, in pieces that the decode kernels put together.
 
-A program works for one sequence, one KV head with its G query heads, and one split of the cached keys. Its tile of keys
+A program works for one sequence, G query heads that share a KV head, and one split of the cached keys. Its tile of keys
 is [KW, KI, P]: P pairs of bf16 numbers make up a head (D = 2 P), a thread reads 16 bytes of a key, KW keys lie side by
 side over the program's threads and KI keys one after another in each thread. Each of the KW places keeps a softmax of
 its own, so that nothing crosses warps until the end.
@@ -106,41 +106,38 @@ if triton is not None:
         return new_state
 
     @triton.jit
-    def _merge(peak, total, even, odd, peak_2, total_2, even_2, odd_2):
-        top = tl.maximum(peak, peak_2)
-        a = tl.exp2(peak - top)
-        b = tl.exp2(peak_2 - top)
-        return top, total * a + total_2 * b, even * a + even_2 * b, odd * a + odd_2 * b
-
-    @triton.jit
     def attention_piece(
         qkv_ptr, q_tables, k_tables, cache_k, cache_v, table_ptr, slot, y_ptr, part_ptr, stat_ptr, counter_ptr,
-        keys, values, lower, first, last, count, split, head, eps, scale, pair,
+        keys, values, lower, first, last, count, split, query, eps, scale, pair,
         G: tl.constexpr, NS: tl.constexpr, KW: tl.constexpr, KI: tl.constexpr, PAIRS: tl.constexpr,
-        KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr,
+        HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr,
     ):  # fmt: skip
-        """One split of one KV head: norm, rotation, the new key's store, attention, and the merge by who comes last.
+        """One split of G query heads from `query` on, which share a KV head: norm, rotation, the new key's store,
+        attention, and the merge by who comes last.
 
-        qkv_ptr (pairs) and y_ptr (bf16) point at the sequence's row; part_ptr [NS, G, D] and stat_ptr [NS, G] at its KV
-        head's float32 scratch; counter_ptr at its KV head's count of finished splits, which is 0 before and after.
-        keys, values: the first tile, already loaded.
+        qkv_ptr (pairs) and y_ptr (bf16) point at the sequence's row; part_ptr [NS, G, D] and stat_ptr [NS, G] at these
+        heads' float32 scratch; counter_ptr at their count of finished splits, which is 0 before and after. keys, values:
+        the first tile, already loaded.
         """
-        HEADS: tl.constexpr = G * KV_HEADS
+        GROUP: tl.constexpr = HEADS // KV_HEADS
+        head = query // GROUP
         TILE: tl.constexpr = KW * KI
         queries_even = ()
         queries_odd = ()
         for g in tl.static_range(G):
-            even, odd = rotated_head(qkv_ptr + (head * G + g) * PAIRS, q_tables, pair, eps, PAIRS, NORM)
+            even, odd = rotated_head(qkv_ptr + (query + g) * PAIRS, q_tables, pair, eps, PAIRS, NORM)
             queries_even = queries_even + (even * (scale * 1.4426950408889634),)
             queries_odd = queries_odd + (odd * (scale * 1.4426950408889634),)
         k_even, k_odd = rotated_head(qkv_ptr + (HEADS + head) * PAIRS, k_tables, pair, eps, PAIRS, NORM)
         new_value = tl.load(qkv_ptr + (HEADS + KV_HEADS + head) * PAIRS + pair, cache_modifier=".cg")
-        # The last split owns the newest key: it stores it, and its first place starts out with it.
+        # The last split owns the newest key: its first place starts out with it, and that of the KV head's first
+        # query heads stores it.
         first_place = (split == count - 1) & (tl.arange(0, KW)[:, None, None] == 0)
         owner = first_place & (pair < PAIRS)
+        stores = owner & (slot >= 0) & (query % GROUP == 0)
         offset = (tl.maximum(slot, 0).to(tl.int64) * KV_HEADS + head) * PAIRS + pair
-        tl.store(cache_k + offset, pack(k_even, k_odd), mask=owner & (slot >= 0))
-        tl.store(cache_v + offset, new_value, mask=owner & (slot >= 0))
+        tl.store(cache_k + offset, pack(k_even, k_odd), mask=stores)
+        tl.store(cache_v + offset, new_value, mask=stores)
         v_even, v_odd = unpack(new_value)
         state = ()
         for g in tl.static_range(G):
@@ -160,21 +157,22 @@ if triton is not None:
             values = next_values
         element = tl.arange(0, 2 * PAIRS)
         for g in tl.static_range(G):
-            flat = tl.zeros((KW, 1, PAIRS), tl.float32)
-            peak, total, even, odd = tl.reduce(
-                (state[4 * g] + flat, state[4 * g + 1] + flat, state[4 * g + 2], state[4 * g + 3]), 0, _merge
-            )
-            y = tl.reshape(tl.join(even / total, odd / total), (2 * PAIRS,))
+            top = tl.max(state[4 * g], axis=0, keep_dims=True)
+            weight = tl.exp2(state[4 * g] - top)
+            total = tl.sum(state[4 * g + 1] * weight, axis=0, keep_dims=True)
+            even = tl.sum(state[4 * g + 2] * weight, axis=0, keep_dims=True) / total
+            odd = tl.sum(state[4 * g + 3] * weight, axis=0, keep_dims=True) / total
+            y = tl.reshape(tl.join(even, odd), (2 * PAIRS,))
             if count == 1:
-                tl.store(y_ptr + (head * G + g) * (2 * PAIRS) + element, y.to(tl.bfloat16))
+                tl.store(y_ptr + (query + g) * (2 * PAIRS) + element, y.to(tl.bfloat16))
             else:
                 tl.store(part_ptr + (split * G + g) * (2 * PAIRS) + element, y)
-                tl.store(stat_ptr + split * G + g, tl.max(peak + tl.log2(total)))
+                tl.store(stat_ptr + split * G + g, tl.max(top + tl.log2(total)))
         if count > 1:
             tl.debug_barrier()  # the program's stores are complete before its count goes up
             if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == count - 1:
                 tl.store(counter_ptr, 0)
-                merge_splits(part_ptr, stat_ptr, y_ptr + head * G * (2 * PAIRS), count, G, NS, PAIRS)
+                merge_splits(part_ptr, stat_ptr, y_ptr + query * (2 * PAIRS), count, G, NS, PAIRS)
 
     @triton.jit
     def merge_splits(part_ptr, stat_ptr, y_ptr, count, G: tl.constexpr, NS: tl.constexpr, PAIRS: tl.constexpr):

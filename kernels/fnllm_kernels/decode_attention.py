@@ -21,14 +21,15 @@ if triton is not None:
         qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, cache_k, cache_v, tables_ptr, contexts_ptr, slots_ptr, y_ptr,
         part_ptr, stat_ptr, counter_ptr, blocks, eps, scale, window,
         G: tl.constexpr, NS: tl.constexpr, KW: tl.constexpr, KI: tl.constexpr, PAIRS: tl.constexpr,
-        KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, LEAST: tl.constexpr, NORM: tl.constexpr,
+        HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, LEAST: tl.constexpr, NORM: tl.constexpr,
         PDL: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
-        """Program (sequence, KV head, split); bf16 tensors as int32 pairs, cos and sin as int64 pairs of float32."""
+        """Program (sequence, G query heads, split); bf16 tensors as int32 pairs, cos and sin as int64 pairs of float32."""
         if PDL and EARLY:
             tl.extra.cuda.gdc_launch_dependents()
         row = tl.program_id(0).to(tl.int64)
-        head = tl.program_id(1)
+        query = tl.program_id(1) * G
+        head = query // (HEADS // KV_HEADS)
         split = tl.program_id(2)
         pair = tl.arange(0, PAIRS)[None, None, :] + 0 * tl.arange(0, KW)[:, None, None]
         context = tl.load(contexts_ptr + row)
@@ -46,19 +47,19 @@ if triton is not None:
             tl.extra.cuda.gdc_wait()
         if PDL and not EARLY:
             tl.extra.cuda.gdc_launch_dependents()
-        y_row = y_ptr + row * (G * KV_HEADS * 2 * PAIRS)
+        y_row = y_ptr + row * (HEADS * 2 * PAIRS)
         if context > 0:
             if split < count:
-                piece = row * KV_HEADS + head
+                piece = row * (HEADS // G) + tl.program_id(1)
                 attention_piece(
-                    qkv_ptr + row * ((G + 2) * KV_HEADS * PAIRS), q_tables, k_tables, cache_k, cache_v, table_ptr, slot,
+                    qkv_ptr + row * ((HEADS + 2 * KV_HEADS) * PAIRS), q_tables, k_tables, cache_k, cache_v, table_ptr, slot,
                     y_row, part_ptr + piece * (NS * G * 2 * PAIRS), stat_ptr + piece * (NS * G), counter_ptr + piece,
-                    keys, values, lower, first, last, count, split, head, eps, scale, pair,
-                    G, NS, KW, KI, PAIRS, KV_HEADS, BLOCK_SIZE, NORM,
+                    keys, values, lower, first, last, count, split, query, eps, scale, pair,
+                    G, NS, KW, KI, PAIRS, HEADS, KV_HEADS, BLOCK_SIZE, NORM,
                 )  # fmt: skip
         elif split == 0:
             for g in tl.static_range(G):
-                at = (head * G + g) * (2 * PAIRS) + tl.arange(0, 2 * PAIRS)
+                at = (query + g) * (2 * PAIRS) + tl.arange(0, 2 * PAIRS)
                 tl.store(y_row + at, tl.zeros((2 * PAIRS,), tl.bfloat16))
 
 
@@ -106,24 +107,26 @@ def splits_for(rows: int, kv_heads: int) -> int:
 
 def launch_decode_attention(
     qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, block_tables, context_lens, slots, counters, num_heads, scale,
-    window, *, splits=None, warps=4, keys=64, least=128, early=True,
+    window, *, splits=None, warps=4, keys=64, least=128, each=None, early=True,
 ):  # fmt: skip
-    """Runs the Triton kernel; keys: keys a program loads at once, least: keys worth a split of their own."""
+    """Runs the Triton kernel; keys: keys a program loads at once, least: keys worth a split of their own, each: query
+    heads of a program, a divisor of those that share a KV head."""
     rows, (_, size, kv_heads, head_dim) = qkv.shape[0], k_cache.shape
     pairs, group = head_dim // 2, num_heads // kv_heads
+    each = group if each is None else each
     splits = splits_for(rows, kv_heads) if splits is None else splits
     wide = max(1, warps * 128 // pairs)  # keys side by side: a thread reads four pairs
     inner = max(1, keys // wide)
     y = qkv.new_empty(rows, num_heads * head_dim)
-    scratch = qkv.new_empty(rows * kv_heads * splits * group * (head_dim + 1), dtype=torch.float32)
-    parts = rows * kv_heads * splits * group * head_dim
+    scratch = qkv.new_empty(rows * num_heads * splits * (head_dim + 1), dtype=torch.float32)
+    parts = rows * num_heads * splits * head_dim
     pdl = dependent_launch(qkv.device)
     ints = lambda x: None if x is None else x.view(torch.int32)  # noqa: E731
-    decode_attention_kernel[(rows, kv_heads, splits)](
+    decode_attention_kernel[(rows, num_heads // each, splits)](
         ints(qkv), ints(q_norm), ints(k_norm), cos.view(torch.int64), sin.view(torch.int64), ints(k_cache),
         ints(v_cache), block_tables, context_lens, slots, y, scratch, scratch[parts:], counters,
-        block_tables.shape[1], eps, scale, window, G=group, NS=splits, KW=wide, KI=inner, PAIRS=pairs,
-        KV_HEADS=kv_heads, BLOCK_SIZE=size, LEAST=least, NORM=q_norm is not None, PDL=pdl, EARLY=early,
+        block_tables.shape[1], eps, scale, window, G=each, NS=splits, KW=wide, KI=inner, PAIRS=pairs,
+        HEADS=num_heads, KV_HEADS=kv_heads, BLOCK_SIZE=size, LEAST=least, NORM=q_norm is not None, PDL=pdl, EARLY=early,
         num_warps=warps, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return y

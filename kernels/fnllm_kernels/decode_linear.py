@@ -14,9 +14,9 @@ if triton is not None:
     import triton.language as tl
 
     from fnllm_kernels.decode_tiles import (
+        add_squares,
         inverse_rms,
         load_beside,
-        load_inverse_rms,
         load_row,
         load_weights,
         multiply_add,
@@ -99,7 +99,6 @@ if triton is not None:
     ):  # fmt: skip
         """y [T, outputs] for T <= 4; x, norm and w as int32 pairs, WIDTH pairs a row; H in UNITS pieces of CHUNKS."""
         EVEN: tl.constexpr = WIDTH % (PAIRS * CHUNKS) == 0
-        ALL: tl.constexpr = UNITS * CHUNKS
         RR: tl.constexpr = 2 * R if GATED else R
         if PDL and EARLY:
             tl.extra.cuda.gdc_launch_dependents()
@@ -136,13 +135,8 @@ if triton is not None:
                 tl.extra.cuda.gdc_wait()
             if PDL and not EARLY:
                 tl.extra.cuda.gdc_launch_dependents()
-            scales = ()
-            for t in tl.static_range(T):
-                if NORM:
-                    scales = scales + (load_inverse_rms(x_ptr + t * WIDTH, warp, eps, WIDTH, PAIRS, ALL, EVEN),)
-                else:
-                    scales = scales + (1.0,)
             totals = zero_totals(WARPS, PAIRS, T * RR)
+            squares = zero_totals(WARPS, PAIRS, T)
             for unit in range(UNITS):
                 # The next unit's weights are under way while this one's are used; past the end the last is read again.
                 new_tiles = unit_weights(
@@ -152,18 +146,26 @@ if triton is not None:
                 if NORM:
                     norm = load_row(norm_ptr, warp, first, WIDTH, PAIRS, CHUNKS, EVEN)
                 new_totals = ()
+                new_squares = ()
                 for t in tl.static_range(T):
                     x = load_row(x_ptr + t * WIDTH, warp, first, WIDTH, PAIRS, CHUNKS, EVEN)
                     evens, odds = unpack_all(x, CHUNKS)
                     if NORM:
+                        new_squares = new_squares + (add_squares(squares[t], evens, odds, CHUNKS),)
                         evens, odds = weigh_row(evens, odds, norm, CHUNKS)
+                    else:
+                        new_squares = new_squares + (squares[t],)
                     new_totals = new_totals + multiply_add(totals, tiles, evens, odds, t * RR, CHUNKS, RR)
                 totals = new_totals
+                squares = new_squares
                 tiles = new_tiles
             for t in tl.static_range(T):
                 residual = load_beside(residual_ptr, row, t, outputs, R, PAIRS, HAS_RESIDUAL)
-                sums = row_sums(totals, scales[t], t * RR, R, WARPS, PAIRS)
-                ups = row_sums(totals, scales[t], t * RR + RR - R, R, WARPS, PAIRS)
+                scale = 1.0
+                if NORM:
+                    scale = tl.rsqrt(tl.sum(squares[t], axis=2, keep_dims=True) / (2 * WIDTH) + eps)
+                sums = row_sums(totals, scale, t * RR, R, WARPS, PAIRS)
+                ups = row_sums(totals, scale, t * RR + RR - R, R, WARPS, PAIRS)
                 store_sums(
                     sums, ups, bias, up_bias, residual, row, t, y_ptr, outputs, R, PAIRS, GATED, HAS_RESIDUAL
                 )

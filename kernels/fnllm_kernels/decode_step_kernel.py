@@ -267,8 +267,8 @@ if triton is not None:
                     attention_piece(
                         qkv_pairs, q_tables, k_tables, cache_k, cache_v, blocks_ptr, slot, attended_ptr,
                         part_ptr + head * (NS * G * 2 * HEAD_PAIRS), stat_ptr + head * (NS * G), counters_ptr + head,
-                        keys, values, lower, first, last, count, split, head, eps, scale, pair,
-                        G, NS, KW, KI, HEAD_PAIRS, KV_HEADS, BLOCK_SIZE, QK_NORM,
+                        keys, values, lower, first, last, count, split, head * G, eps, scale, pair,
+                        G, NS, KW, KI, HEAD_PAIRS, G * KV_HEADS, KV_HEADS, BLOCK_SIZE, QK_NORM,
                     )  # fmt: skip
             if BARRIER:
                 found = grid_arrive(barrier_ptr)

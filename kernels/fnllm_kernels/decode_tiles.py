@@ -80,6 +80,13 @@ if triton is not None:
         return evens, odds
 
     @triton.jit
+    def add_squares(total, evens, odds, CHUNKS: tl.constexpr):
+        """total plus the squares of a row's tiles, unsummed over lanes."""
+        for c in tl.static_range(CHUNKS):
+            total += evens[c] * evens[c] + odds[c] * odds[c]
+        return total
+
+    @triton.jit
     def inverse_rms(evens, odds, eps, WIDTH: tl.constexpr, CHUNKS: tl.constexpr):
         """1 / the root mean square of a row of WIDTH pairs, [W, 1, 1]: the same in each warp."""
         total = evens[0] * evens[0] + odds[0] * odds[0]
