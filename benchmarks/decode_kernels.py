@@ -179,7 +179,7 @@ class Model:
         self.tables = torch.randperm(blocks, device="cuda").view(rows, -1).int()
         self.embed = random(4096, h)
         self.token = torch.randint(0, 4096, (rows,), device="cuda")
-        self.counters = torch.zeros(rows * k, dtype=torch.int32, device="cuda")
+        self.counters = torch.zeros(rows * n, dtype=torch.int32, device="cuda")
         self.state = step.new_step_state("cuda", k)
         self.table = step.layer_table(self.layers, self.caches, [0] * layers)
         self.set_context(context)

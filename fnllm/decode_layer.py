@@ -30,7 +30,7 @@ def fuses(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> bool:
 
 def attention_counters(ctx: Context) -> Int[Tensor, " C"]:
     """What the attention kernel's programs count their arrivals with; zeros before and after each layer."""
-    programs = ctx.batch.token_ids.shape[0] * ctx.sizes.kv_heads
+    programs = ctx.batch.token_ids.shape[0] * ctx.sizes.heads
     return torch.zeros(programs, dtype=torch.int32, device=ctx.batch.cos.device)
 
 

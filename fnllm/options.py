@@ -19,7 +19,7 @@ class EngineOptions:
     max_model_len: int | None = None  # tokens of one sequence, prompt and output; None: what the model was made for
     max_num_seqs: int = 256  # sequences that run at a time
     max_num_batched_tokens: int | None = None  # tokens of one step; None: 8192 on a GPU, 2048 on a CPU
-    block_size: int | None = None  # tokens of a cache block; None: 64 on a GPU, 16 on a CPU
+    block_size: int | None = None  # tokens of a cache block; None: 128 on a GPU, 16 on a CPU
     num_blocks: int | None = None  # cache blocks; None: what fits in memory and the load can use
     utilization: float | None = None  # share of the device's memory that may be used; None: 0.9 of a GPU, 0.2 of a host
     prefix_cache: bool = True
@@ -52,7 +52,7 @@ class EngineOptions:
 
 def resolve(options: EngineOptions, config: ModelConfig, on_gpu: bool) -> EngineOptions:
     """The options with every size but `num_blocks` and `attention` decided."""
-    block_size = options.block_size or (64 if on_gpu else 16)
+    block_size = options.block_size or (128 if on_gpu else 16)
     invariant = options.numerics == "batch_invariant"
     fastest = "none" if not on_gpu else "graphs" if invariant else "reduce-overhead"
     return dataclasses.replace(

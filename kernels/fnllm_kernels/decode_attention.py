@@ -107,14 +107,12 @@ def splits_for(rows: int, kv_heads: int) -> int:
 
 def launch_decode_attention(
     qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, block_tables, context_lens, slots, counters, num_heads, scale,
-    window, *, splits=None, warps=4, keys=64, least=128, each=None, early=True,
+    window, *, splits=16, warps=4, keys=64, least=64, each=1, early=True,
 ):  # fmt: skip
     """Runs the Triton kernel; keys: keys a program loads at once, least: keys worth a split of their own, each: query
     heads of a program, a divisor of those that share a KV head."""
     rows, (_, size, kv_heads, head_dim) = qkv.shape[0], k_cache.shape
     pairs, group = head_dim // 2, num_heads // kv_heads
-    each = group if each is None else each
-    splits = splits_for(rows, kv_heads) if splits is None else splits
     wide = max(1, warps * 128 // pairs)  # keys side by side: a thread reads four pairs
     inner = max(1, keys // wide)
     y = qkv.new_empty(rows, num_heads * head_dim)
@@ -182,14 +180,14 @@ def decode_attention(
     """Attention of one new token per sequence; writes its key and value to `slots` of the caches (-1: to none).
 
     context_lens counts the new token; a sequence of length 0 is padding and gives zeros. counters: int32 zeros, one for
-    each row and KV head, zeros again afterwards, so that one tensor serves every layer. Raises ValueError for heads
+    each row and query head, zeros again afterwards, so that one tensor serves every layer. Raises ValueError for heads
     that do not divide or too few counters.
     """
     kv_heads = k_cache.shape[2]
     if num_heads % kv_heads:
         raise ValueError(f"num_heads={num_heads} is not a multiple of the cache's {kv_heads} KV heads")
-    if counters.numel() < qkv.shape[0] * kv_heads:
-        raise ValueError(f"counters has {counters.numel()} numbers, {qkv.shape[0]} rows x {kv_heads} heads need more")
+    if counters.numel() < qkv.shape[0] * num_heads:
+        raise ValueError(f"counters has {counters.numel()} numbers, {qkv.shape[0]} rows x {num_heads} heads need more")
     return _decode_attention(
         qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, block_tables, context_lens, slots, counters, num_heads,
         scale, window,

@@ -57,6 +57,8 @@ def row_tiles(rows: int, outputs: int, width: int, gated: bool) -> Tiles:
     """
     pairs = min(128, triton.next_power_of_2(width // 2))
     whole = triton.cdiv(width // 2, pairs)
+    if gated and whole > 8:
+        return Tiles(4, 4, pairs, 1)
     if outputs > 4096 or (outputs == 4096 and whole <= 4) or gated:
         per_warp, chunks = 2 if gated or rows > 1 else 4, 4
     elif whole % 8 == 0:

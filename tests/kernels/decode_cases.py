@@ -66,7 +66,7 @@ def attention(name, contexts, heads, kv_heads, head_dim, block_size, window=0, n
     slots = torch.tensor(
         [-1 if c == 0 else int(order[t, (c - 1) // block_size]) * block_size + (c - 1) % block_size for t, c in enumerate(contexts)]
     )
-    counters = torch.zeros(rows * kv_heads, dtype=torch.int32)
+    counters = torch.zeros(rows * heads, dtype=torch.int32)
     fixed = (qkv, *norms, 1e-6, angles.cos(), angles.sin())
     expected = decode_attention_reference(
         *fixed, *expected_caches, tables, lens, slots, heads, head_dim**-0.5, window
@@ -132,6 +132,7 @@ CASES = {
         lambda: attention("splits", [37, 20], 4, 2, 32, 8, splits=4, warps=1, keys=8, least=8),
         lambda: attention("window", [37, 20], 4, 2, 32, 8, window=7, splits=4, warps=1, keys=8, least=8),
         lambda: attention("no norm, one split", [37, 20], 2, 2, 32, 16, norm=False, splits=1, warps=1, keys=8, least=8),
+        lambda: attention("a head each", [37, 20], 4, 2, 32, 8, splits=4, warps=1, keys=8, least=8, each=1),
         lambda: attention("groups of three", [130], 6, 2, 32, 16, window=100, splits=8, warps=1, keys=8, least=16),
     ],
     "step": [

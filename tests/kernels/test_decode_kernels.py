@@ -33,7 +33,7 @@ def test_linear_kernels_match_float64():
 
 def test_attention_kernel_matches_plain_torch():
     found = interpreted("attention")
-    assert len(found) == 5
+    assert len(found) == 6
     for case in found:
         assert case["y"] < 4e-3 and case["k"] < 1e-3, case
         assert case["v"] == 0 and case["counters"] == 0, case
@@ -52,7 +52,7 @@ def attention_case():
     caches = [torch.randn(4, 2, 1, 4) for _ in range(2)]
     tables = torch.tensor([[2, 0], [1, -1]], dtype=torch.int32)
     lens, slots = torch.tensor([3, 0], dtype=torch.int32), torch.tensor([0, -1])
-    counters = torch.zeros(2, dtype=torch.int32)
+    counters = torch.zeros(4, dtype=torch.int32)
     cos, sin = torch.ones(2, 2), torch.zeros(2, 2)
     return torch.randn(2, 4 * 4), None, None, 1e-6, cos, sin, *caches, tables, lens, slots, counters
 
@@ -75,8 +75,8 @@ def test_attention_writes_its_slot_alone_and_attends_to_its_keys():
 def test_attention_op_is_well_formed_and_checks_its_operands():
     given = attention_case()
     torch.library.opcheck(torch.ops.fnllm.decode_attention, (*given, 2, 0.5, 0))
-    with pytest.raises(ValueError, match="2 rows x 1 KV heads need more"):
-        decode_attention(*given[:-1], given[-1][:1], num_heads=2, scale=0.5)
+    with pytest.raises(ValueError, match="2 rows x 2 heads need more"):
+        decode_attention(*given[:-1], given[-1][:3], num_heads=2, scale=0.5)
 
 
 def test_every_row_and_column_of_a_matrix_is_in_one_tile():
