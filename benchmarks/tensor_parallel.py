@@ -75,7 +75,7 @@ def compare_logits(folder: Path, ranks: int) -> list[dict]:
 
 
 def compare_alone(name: str, one: tuple, many: tuple) -> dict:
-    """How far two greedy runs in bfloat16 agree: tokens until they part, and the largest difference of logprobs there."""
+    """How far two greedy runs in bfloat16 agree: tokens until they part, and how far their logprobs are apart there."""
     same = [a == b for a, b in zip(one[0], many[0], strict=True)]
     count = same.index(False) if False in same else len(same)
     apart = max((abs(a - b) for a, b in zip(one[1][:count], many[1][:count], strict=True)), default=None)

@@ -154,13 +154,17 @@ def _paged_attention_op(
     q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
     max_seqlen_q, scale, window, backend, metadata, max_context,
 ):  # fmt: skip
-    run = {
-        "reference": paged_attention_reference,
-        "triton": attention_triton.paged_attention_triton,
-        "triton_invariant": functools.partial(attention_triton.paged_attention_triton, invariant=True),
-        "fa3": attention_flash.paged_attention_fa3,
-        "fa2": attention_flash.paged_attention_fa2,
-    }[backend] if q.is_cuda else _on_host(backend)
+    run = (
+        {
+            "reference": paged_attention_reference,
+            "triton": attention_triton.paged_attention_triton,
+            "triton_invariant": functools.partial(attention_triton.paged_attention_triton, invariant=True),
+            "fa3": attention_flash.paged_attention_fa3,
+            "fa2": attention_flash.paged_attention_fa2,
+        }[backend]
+        if q.is_cuda
+        else _on_host(backend)
+    )
     return run(
         q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
         max_seqlen_q=max_seqlen_q, scale=scale, window=window, metadata=metadata, max_context=max_context,

@@ -67,9 +67,7 @@ def fa3_metadata(
     window: int,
 ) -> Int[Tensor, " size"]:
     """How FlashAttention 3 divides a decode step's work; without it each layer runs one more kernel."""
-    return _fa3_metadata_op(
-        context_lens, num_heads, num_kv_heads, head_dim, block_size, max_blocks, dtype, window
-    )
+    return _fa3_metadata_op(context_lens, num_heads, num_kv_heads, head_dim, block_size, max_blocks, dtype, window)
 
 
 def _metadata_size(batch: int, head_dim: int, max_keys: int, window: int) -> int:
@@ -90,9 +88,7 @@ def _metadata_size(batch: int, head_dim: int, max_keys: int, window: int) -> int
     schema="(Tensor context_lens, int num_heads, int num_kv_heads, int head_dim, int block_size, int max_blocks, "
     "ScalarType dtype, int window) -> Tensor",
 )
-def _fa3_metadata_op(
-    context_lens, num_heads, num_kv_heads, head_dim, block_size, max_blocks, dtype, window
-):
+def _fa3_metadata_op(context_lens, num_heads, num_kv_heads, head_dim, block_size, max_blocks, dtype, window):
     left, right = (window - 1, 0) if window else (-1, -1)
     batch, max_keys = context_lens.shape[0], max_blocks * block_size
     made = _fa3().get_scheduler_metadata(
@@ -109,9 +105,7 @@ def _fa3_metadata_op(
 
 
 @_fa3_metadata_op.register_fake
-def _fa3_metadata_fake(
-    context_lens, num_heads, num_kv_heads, head_dim, block_size, max_blocks, dtype, window
-):
+def _fa3_metadata_fake(context_lens, num_heads, num_kv_heads, head_dim, block_size, max_blocks, dtype, window):
     size = _metadata_size(context_lens.shape[0], head_dim, max_blocks * block_size, window)
     return context_lens.new_empty(size, dtype=torch.int32)
 

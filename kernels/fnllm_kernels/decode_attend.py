@@ -1,4 +1,4 @@
-"""One new token's attention over a paged cache, in pieces that the decode kernels put together.
+"""One new token's attention over a paged cache, in the pieces that `decode_attention` puts together.
 
 A program works for one sequence, G query heads that share a KV head, and one split of the cached keys. Its tile of keys
 is [KW, KI, P]: P pairs of bf16 numbers make up a head (D = 2 P), a thread reads 16 bytes of a key, KW keys lie side by
@@ -116,8 +116,8 @@ if triton is not None:
         attention, and the merge by who comes last.
 
         qkv_ptr (pairs) and y_ptr (bf16) point at the sequence's row; part_ptr [NS, G, D] and stat_ptr [NS, G] at these
-        heads' float32 scratch; counter_ptr at their count of finished splits, which is 0 before and after. keys, values:
-        the first tile, already loaded.
+        heads' float32 scratch; counter_ptr at their count of finished splits, which is 0 before and after. keys and
+        values are the first tile, already loaded.
         """
         GROUP: tl.constexpr = HEADS // KV_HEADS
         head = query // GROUP

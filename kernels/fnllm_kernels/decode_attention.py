@@ -24,7 +24,7 @@ if triton is not None:
         HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, LEAST: tl.constexpr, NORM: tl.constexpr,
         PDL: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
-        """Program (sequence, G query heads, split); bf16 tensors as int32 pairs, cos and sin as int64 pairs of float32."""
+        """Program (sequence, G query heads, split); bf16 tensors as int32 pairs, cos and sin as int64 pairs of floats."""
         if PDL and EARLY:
             tl.extra.cuda.gdc_launch_dependents()
         row = tl.program_id(0).to(tl.int64)
@@ -52,8 +52,8 @@ if triton is not None:
             if split < count:
                 piece = row * (HEADS // G) + tl.program_id(1)
                 attention_piece(
-                    qkv_ptr + row * ((HEADS + 2 * KV_HEADS) * PAIRS), q_tables, k_tables, cache_k, cache_v, table_ptr, slot,
-                    y_row, part_ptr + piece * (NS * G * 2 * PAIRS), stat_ptr + piece * (NS * G), counter_ptr + piece,
+                    qkv_ptr + row * ((HEADS + 2 * KV_HEADS) * PAIRS), q_tables, k_tables, cache_k, cache_v, table_ptr,
+                    slot, y_row, part_ptr + piece * (NS * G * 2 * PAIRS), stat_ptr + piece * (NS * G), counter_ptr + piece,
                     keys, values, lower, first, last, count, split, query, eps, scale, pair,
                     G, NS, KW, KI, PAIRS, HEADS, KV_HEADS, BLOCK_SIZE, NORM,
                 )  # fmt: skip
@@ -100,19 +100,16 @@ def decode_attention_reference(
     return torch.stack(rows).flatten(1)
 
 
-def splits_for(rows: int, kv_heads: int) -> int:
-    """Splits of a sequence's keys, a power of 2: about two programs a multiprocessor of a large GPU, 32 at most."""
-    return max(1, min(32, 1 << max(0, (256 // (rows * kv_heads)).bit_length() - 1)))
-
-
 def launch_decode_attention(
     qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, block_tables, context_lens, slots, counters, num_heads, scale,
     window, *, splits=16, warps=4, keys=64, least=64, each=1, early=True,
 ):  # fmt: skip
     """Runs the Triton kernel; keys: keys a program loads at once, least: keys worth a split of their own, each: query
-    heads of a program, a divisor of those that share a KV head."""
+    heads of a program, a divisor of those that share a KV head. The defaults are the fastest of a sweep on an H200 at
+    batch 1 and 128 to 1024 keys (benchmarks/results/decode_kernels.json): heads that share keys read them from the L2
+    cache again, which costs less than working on several heads in turn."""
     rows, (_, size, kv_heads, head_dim) = qkv.shape[0], k_cache.shape
-    pairs, group = head_dim // 2, num_heads // kv_heads
+    pairs = head_dim // 2
     wide = max(1, warps * 128 // pairs)  # keys side by side: a thread reads four pairs
     inner = max(1, keys // wide)
     y = qkv.new_empty(rows, num_heads * head_dim)

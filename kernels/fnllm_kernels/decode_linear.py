@@ -53,7 +53,8 @@ def row_tiles(rows: int, outputs: int, width: int, gated: bool) -> Tiles:
     """Tiles for one or two rows, the fastest of a sweep on an H200 (benchmarks/results/decode_kernels.json).
 
     A warp that reads four rows of w at once has enough bytes on the way; where w has few rows, more warps with one or
-    two rows each fill the machine instead.
+    two rows each fill the machine instead. A wide gated product reads four rows of both halves in small pieces: then
+    fewer warps read x and the norm, which at these widths are a good part of the traffic.
     """
     pairs = min(128, triton.next_power_of_2(width // 2))
     whole = triton.cdiv(width // 2, pairs)
@@ -129,9 +130,7 @@ if triton is not None:
                 totals = multiply_add(zero_totals(WARPS, PAIRS, RR), tiles, evens, odds, 0, CHUNKS, RR)
                 sums = row_sums(totals, scale, 0, R, WARPS, PAIRS)
                 ups = row_sums(totals, scale, RR - R, R, WARPS, PAIRS)
-                store_sums(
-                    sums, ups, bias, up_bias, residual, row, t, y_ptr, outputs, R, PAIRS, GATED, HAS_RESIDUAL
-                )
+                store_sums(sums, ups, bias, up_bias, residual, row, t, y_ptr, outputs, R, PAIRS, GATED, HAS_RESIDUAL)
         else:
             if PDL:
                 tl.extra.cuda.gdc_wait()
@@ -168,9 +167,7 @@ if triton is not None:
                     scale = tl.rsqrt(tl.sum(squares[t], axis=2, keep_dims=True) / (2 * WIDTH) + eps)
                 sums = row_sums(totals, scale, t * RR, R, WARPS, PAIRS)
                 ups = row_sums(totals, scale, t * RR + RR - R, R, WARPS, PAIRS)
-                store_sums(
-                    sums, ups, bias, up_bias, residual, row, t, y_ptr, outputs, R, PAIRS, GATED, HAS_RESIDUAL
-                )
+                store_sums(sums, ups, bias, up_bias, residual, row, t, y_ptr, outputs, R, PAIRS, GATED, HAS_RESIDUAL)
 
     @triton.jit(do_not_specialize=["rows"])
     def dot_kernel(

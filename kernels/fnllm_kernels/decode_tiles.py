@@ -95,14 +95,6 @@ if triton is not None:
         return tl.rsqrt(tl.sum(total, axis=2, keep_dims=True) / (2 * WIDTH) + eps)
 
     @triton.jit
-    def load_inverse_rms(
-        x_ptr, warp, eps, WIDTH: tl.constexpr, PAIRS: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr
-    ):
-        """inverse_rms of a row too long to keep in registers."""
-        evens, odds = unpack_all(load_row(x_ptr, warp, 0, WIDTH, PAIRS, CHUNKS, EVEN), CHUNKS)
-        return inverse_rms(evens, odds, eps, WIDTH, CHUNKS)
-
-    @triton.jit
     def weigh_row(evens, odds, norm, CHUNKS: tl.constexpr):
         """A row times the weights of its norm; the scale is a factor of the whole product, applied to its sums."""
         new_evens = ()

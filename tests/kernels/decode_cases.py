@@ -8,18 +8,9 @@ import sys
 
 import decode_interpreter  # noqa: F401  (first: it switches the interpreter on)
 import torch
+
 from fnllm_kernels.decode_attention import decode_attention_reference, launch_decode_attention
 from fnllm_kernels.decode_linear import DotTiles, Tiles, launch_linear
-from fnllm_kernels.decode_step import (
-    PhaseTiles,
-    StepShape,
-    StepTiles,
-    decode_step_reference,
-    launch_decode_step,
-    layer_table,
-    new_step_state,
-    step_tiles,
-)
 from fnllm_kernels.small_linear import linear_reference
 
 BF16 = torch.bfloat16
@@ -64,13 +55,14 @@ def attention(name, contexts, heads, kv_heads, head_dim, block_size, window=0, n
     angles = torch.rand(rows, head_dim // 2) * 6
     lens = torch.tensor(contexts, dtype=torch.int32)
     slots = torch.tensor(
-        [-1 if c == 0 else int(order[t, (c - 1) // block_size]) * block_size + (c - 1) % block_size for t, c in enumerate(contexts)]
+        [
+            -1 if c == 0 else int(order[t, (c - 1) // block_size]) * block_size + (c - 1) % block_size
+            for t, c in enumerate(contexts)
+        ]
     )
     counters = torch.zeros(rows * heads, dtype=torch.int32)
     fixed = (qkv, *norms, 1e-6, angles.cos(), angles.sin())
-    expected = decode_attention_reference(
-        *fixed, *expected_caches, tables, lens, slots, heads, head_dim**-0.5, window
-    )
+    expected = decode_attention_reference(*fixed, *expected_caches, tables, lens, slots, heads, head_dim**-0.5, window)
     got = launch_decode_attention(
         *fixed, *caches, tables, lens, slots, counters, heads, head_dim**-0.5, window, **options
     )
@@ -80,41 +72,6 @@ def attention(name, contexts, heads, kv_heads, head_dim, block_size, window=0, n
     }  # fmt: skip
 
 
-def whole_step(name, context, shape: StepShape, layers, windows=None, tiles=None):
-    h, i, n, k, d, s = shape[:6]
-    windows = windows or [0] * layers
-    params = []
-    for _ in range(layers):
-        layer = {
-            "input_norm": gain(h), "qkv": random((n + 2 * k) * d, h, scale=h**-0.5), "o": random(h, n * d, scale=0.1),
-            "post_norm": gain(h), "gate_up": random(2 * i, h, scale=h**-0.5), "down": random(h, i, scale=i**-0.5),
-        }  # fmt: skip
-        if shape.qk_norm:
-            layer |= {"q_norm": gain(d), "k_norm": gain(d)}
-        if shape.qkv_bias:
-            layer |= {"qkv_bias": random((n + 2 * k) * d)}
-        params.append(layer)
-    blocks = -(-context // s)
-    table = torch.randperm(blocks + 2)[:blocks].int().view(1, blocks)
-    caches = [(random(blocks + 2, s, k, d), random(blocks + 2, s, k, d)) for _ in range(layers)]
-    expected_caches = [(a.clone(), b.clone()) for a, b in caches]
-    angles = torch.rand(1, d // 2) * 6
-    slot = torch.tensor([int(table[0, (context - 1) // s]) * s + (context - 1) % s])
-    fixed = (angles.cos(), angles.sin(), table, torch.tensor([context], dtype=torch.int32), slot)
-    token, embed = torch.tensor([7]), random(11, h)
-    expected = decode_step_reference(token, embed, params, expected_caches, windows, *fixed, shape, d**-0.5)
-    state = new_step_state("cpu", k)
-    got = launch_decode_step(
-        token, embed, layer_table(params, caches, windows), *fixed, state, shape, d**-0.5,
-        tiles=tiles or step_tiles(shape, 4, warps=2), phase_by_phase=True,
-    )  # fmt: skip
-    pairs = [p for layer in zip(caches, expected_caches, strict=True) for p in zip(*layer, strict=True)]
-    return {"name": name, "y": error(got, expected), "k": max(error(a, b) for a, b in pairs), "counters": int(state.sum())}
-
-
-ODD_TILES = StepTiles(
-    4, 1, 8, PhaseTiles(2, 1, 3, 32), PhaseTiles(3, 2, 4, 4), PhaseTiles(1, 3, 1, 18), PhaseTiles(4, 3, 2, 3), keys=8, least=16
-)
 CASES = {
     "linear": [
         lambda: linear("one row", 1, 32, 10, Tiles(2, 1, 8, 2)),
@@ -124,7 +81,9 @@ CASES = {
         lambda: linear("gated, three rows a warp", 2, 40, 22, Tiles(2, 3, 8, 4), norm=True, gated=True),
         lambda: linear("residual", 2, 24, 10, Tiles(2, 2, 8, 4), residual=True),
         lambda: linear("tensor cores", 5, 64, 10, DotTiles(8, 2, 16, 4)),
-        lambda: linear("tensor cores, all options", 16, 80, 20, DotTiles(8, 2, 16, 4), norm=True, bias=True, residual=True),
+        lambda: linear(
+            "tensor cores, all options", 16, 80, 20, DotTiles(8, 2, 16, 4), norm=True, bias=True, residual=True
+        ),
         lambda: linear("tensor cores, gated", 5, 80, 20, DotTiles(8, 2, 16, 4), norm=True, bias=True, gated=True),
     ],
     "attention": [
@@ -134,12 +93,6 @@ CASES = {
         lambda: attention("no norm, one split", [37, 20], 2, 2, 32, 16, norm=False, splits=1, warps=1, keys=8, least=8),
         lambda: attention("a head each", [37, 20], 4, 2, 32, 8, splits=4, warps=1, keys=8, least=8, each=1),
         lambda: attention("groups of three", [130], 6, 2, 32, 16, window=100, splits=8, warps=1, keys=8, least=16),
-    ],
-    "step": [
-        lambda: whole_step("two layers", 9, StepShape(32, 40, 4, 2, 32, 4, 1e-6, True, False), 2),
-        lambda: whole_step("first token, biases", 1, StepShape(32, 40, 4, 2, 32, 4, 1e-6, False, True), 1),
-        lambda: whole_step("window", 70, StepShape(48, 72, 4, 2, 32, 16, 1e-6, True, False), 2, [0, 20]),
-        lambda: whole_step("odd tiles", 70, StepShape(48, 72, 4, 2, 32, 16, 1e-6, True, False), 1, tiles=ODD_TILES),
     ],
 }
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from fnllm_kernels.decode_attention import decode_attention
-from fnllm_kernels.decode_step import StepShape, check_step, layer_table, phase_tiles, step_tiles
 
 HERE = Path(__file__).parent
 
@@ -37,14 +37,6 @@ def test_attention_kernel_matches_plain_torch():
     for case in found:
         assert case["y"] < 4e-3 and case["k"] < 1e-3, case
         assert case["v"] == 0 and case["counters"] == 0, case
-
-
-def test_step_kernel_matches_plain_torch():
-    found = interpreted("step")
-    assert len(found) == 4
-    for case in found:
-        assert case["y"] < 1.5e-2 and case["k"] < 1e-2, case
-        assert case["counters"] == 0, case
 
 
 def attention_case():
@@ -77,29 +69,3 @@ def test_attention_op_is_well_formed_and_checks_its_operands():
     torch.library.opcheck(torch.ops.fnllm.decode_attention, (*given, 2, 0.5, 0))
     with pytest.raises(ValueError, match="2 rows x 2 heads need more"):
         decode_attention(*given[:-1], given[-1][:3], num_heads=2, scale=0.5)
-
-
-def test_every_row_and_column_of_a_matrix_is_in_one_tile():
-    for outputs in (8, 96, 1000, 4096, 6144, 12288):
-        for width in (64, 1024, 3072, 4096, 12288):
-            for gated in (False, True):
-                cut = phase_tiles(outputs, width, 128, 8, 128, gated, 24)
-                assert cut.rows * cut.groups * 128 * 8 >= outputs
-                assert (cut.rows * cut.groups - 1) * 128 * 8 < outputs
-                assert cut.chunks * cut.units * 256 >= width
-                assert cut.rows * cut.chunks * (2 if gated else 1) <= 24
-
-
-def test_a_model_the_step_cannot_run_is_refused():
-    good = StepShape(1024, 3072, 16, 8, 128, 64, 1e-6, True, False)
-    check_step(good, step_tiles(good, 132).programs)
-    with pytest.raises(ValueError, match="head_dim=80, allowed are 32, 64, 128, 256"):
-        check_step(good._replace(head_dim=80), 128)
-    with pytest.raises(ValueError, match="6 KV heads do not divide 128 programs"):
-        check_step(good._replace(kv_heads=6, heads=12), 128)
-    layer = {"qkv": torch.zeros(8, 8, dtype=torch.bfloat16), "router": torch.zeros(8)}
-    cache = torch.zeros(1, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"layers\[0\] has \['router'\]"):
-        layer_table([layer], [(cache, cache)], [0])
-    with pytest.raises(ValueError, match=r"layers\[0\].qkv must be contiguous bf16"):
-        layer_table([{"qkv": torch.zeros(8, 8)}], [(cache, cache)], [0])

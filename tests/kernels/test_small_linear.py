@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+
 from fnllm_kernels.small_linear import linear_reference, norm_linear, small_linear
+
 
 def test_reference_matches_float64():
     torch.manual_seed(0)
