@@ -115,7 +115,7 @@ def run(args: argparse.Namespace, folder: Path) -> list[dict]:
         extra += [fault(args, folder, kind) for kind in ("kill", "hang") if args.ranks > 1 or kind == "kill"]
     if "serve" in parts:
         for ranks in counts:
-            ended.append(torchrun("serve", ranks, args, folder))
+            ended.append(torchrun("serve", ranks, args, folder, {"FNLLM_ALL_REDUCE": "group"}))
         if args.ranks == 1:
             ended.append(torchrun("serve", 1, args, folder, one_rank_group=True))
         elif not args.cpu:

@@ -24,7 +24,7 @@ if triton is not None:
         HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, LEAST: tl.constexpr, NORM: tl.constexpr,
         PDL: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
-        """Program (sequence, G query heads, split); bf16 tensors as int32 pairs, cos and sin as int64 pairs of floats."""
+        """Program (sequence, G query heads, split); bf16 tensors as int32 pairs, cos and sin as int64 pairs."""
         if PDL and EARLY:
             tl.extra.cuda.gdc_launch_dependents()
         row = tl.program_id(0).to(tl.int64)
@@ -53,8 +53,8 @@ if triton is not None:
                 piece = row * (HEADS // G) + tl.program_id(1)
                 attention_piece(
                     qkv_ptr + row * ((HEADS + 2 * KV_HEADS) * PAIRS), q_tables, k_tables, cache_k, cache_v, table_ptr,
-                    slot, y_row, part_ptr + piece * (NS * G * 2 * PAIRS), stat_ptr + piece * (NS * G), counter_ptr + piece,
-                    keys, values, lower, first, last, count, split, query, eps, scale, pair,
+                    slot, y_row, part_ptr + piece * (NS * G * 2 * PAIRS), stat_ptr + piece * (NS * G),
+                    counter_ptr + piece, keys, values, lower, first, last, count, split, query, eps, scale, pair,
                     G, NS, KW, KI, PAIRS, HEADS, KV_HEADS, BLOCK_SIZE, NORM,
                 )  # fmt: skip
         elif split == 0:
