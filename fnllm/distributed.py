@@ -109,8 +109,8 @@ def local_device(device: str | torch.device | None) -> torch.device:
 def peers_share_memory(size: int) -> bool:
     """Whether each rank's GPU can read the others' memory: all of them are in this machine and linked.
 
-    Small sums are then faster through it: 8.1 against 12.3 us for 8 KB on two H200, and 1.1 times the tokens of a decode
-    step (benchmarks/results/tensor_parallel.json).
+    Small sums are then faster through it: 8.1 against 12.3 us for 8 KB on two H200, and 1.1 times the tokens of a
+    decode step (benchmarks/results/tensor_parallel.json).
     """
     if os.environ.get("LOCAL_WORLD_SIZE") != str(size) or torch.cuda.device_count() < size:
         return False
