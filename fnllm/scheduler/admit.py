@@ -10,7 +10,8 @@ from .line import iterate, remove
 from .pool import Entry, Key, announce, hold, idle, match, take
 from .request import Sequence, known, root
 from .residency import reclaim_newest
-from .state import EMPTY, STOP_BITS, SchedulerState, shares, update_rows
+from .rows import EMPTY, STOP_BITS, update_rows
+from .state import SchedulerState, shares
 
 
 class Entrant(NamedTuple):

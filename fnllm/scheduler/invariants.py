@@ -7,7 +7,8 @@ from .config import blocks_for, length_limit, max_running
 from .line import iterate
 from .pool import NOT_READY, idle
 from .request import Sequence, key_of, known, root
-from .state import EMPTY, SchedulerState, in_flight, shares
+from .rows import EMPTY, in_flight
+from .state import SchedulerState, shares
 
 
 def check(state: SchedulerState) -> None:

@@ -83,7 +83,7 @@ def packed_tokens(state: SchedulerState, seq_id: int) -> bytes:
     sequence, size = find(state, seq_id), state.config.block_size
     if sequence.row < 0:
         return slice_tokens(sequence, 0, known_tokens(sequence), size)
-    return b"".join(sequence.blocks) + tail_of(state.rows, sequence)
+    return b"".join(sequence.blocks) + tail_of(state, sequence)
 
 
 def tokens(state: SchedulerState, seq_id: int) -> tuple[int, ...]:

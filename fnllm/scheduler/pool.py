@@ -34,6 +34,9 @@ class Block(NamedTuple):
     key: Key | None
 
 
+PRIVATE = Block(1, None)
+
+
 @dataclass(frozen=True)
 class Pool:
     """All blocks and the prefix map. Blocks from `fresh` on have never been used and need no entry anywhere."""
@@ -69,7 +72,7 @@ def take(pool: Pool, count: int) -> tuple[Pool, list[int]]:
         taken.extend(evicted)
     blocks = pool.blocks.mutate()
     for block in taken:
-        blocks[block] = Block(1, None)
+        blocks[block] = PRIVATE
     return Pool(pool.num_blocks, fresh, free, cached, blocks.finish(), prefix, pool.next_number, evictions), taken
 
 

@@ -1,0 +1,143 @@
+"""The running sequences as arrays, one place for each, so that a step costs a few array operations.
+
+Axes: R rows (running slots), D rows that decode, S block size.
+"""
+
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+from jaxtyping import Bool, Int, Int32
+
+from .evolve import evolve
+
+EMPTY = -1
+STOP_BITS = 0x1FFF  # the table of stop ids then stays in the fastest cache, and few other tokens come through
+NEVER = 2**62
+LINES = 16  # steps that one array of `Rows.recent` holds; smaller ones cost less to write, larger ones less to read
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The running sequences as arrays, so that a step costs a few array operations and not one loop over sequences.
+
+    Published arrays are read-only; a function that changes one copies it first.
+    """
+
+    seq_id: Int32[np.ndarray, " R"]  # EMPTY where nothing runs; the other fields of such a row mean nothing
+    known: Int32[np.ndarray, " R"]  # tokens with known values
+    computed: Int32[np.ndarray, " R"]  # tokens whose keys and values are computed or being computed
+    limit: Int32[np.ndarray, " R"]  # the length at which the sequence ends
+    filled: Int32[np.ndarray, " R"]  # leading blocks whose filling is committed
+    joined: Int32[np.ndarray, " R"]  # the plan in which the sequence got the row
+    decoding: Bool[np.ndarray, " R"]  # its prompt is done: its next input token is one that the device sampled
+    # What the last S commits accepted, S lines in all: of the commit of plan p in line p % S. A row that decodes has a
+    # token in each; what a row did not sample means nothing.
+    recent: tuple[Int32[np.ndarray, "lines R"], ...]
+    stops: Bool[np.ndarray, " 8192"]  # whether a token with these last 13 bits may be a stop id of one of them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Roster:
+    """The rows that decode, as the arrays of a plan; kept from step to step while the rows stay the same.
+
+    A plan of decode entries alone has these very arrays, by which its commit knows that nothing has changed since.
+    Every row is one token further in each step, so which of them begin a block in a step is known beforehand.
+    """
+
+    index: slice | Int32[np.ndarray, " D"]  # the rows in the form that indexes fastest
+    rows: Int32[np.ndarray, " D"]
+    seq_ids: Int32[np.ndarray, " D"]
+    query_lens: Int32[np.ndarray, " D"]  # ones
+    samples: Bool[np.ndarray, " D"]  # all true
+    advance: Int32[np.ndarray, " R"]  # tokens of each row in a step: one of these rows, none of the others
+    until: int  # the first plan in which one of them has no token left to sample
+    by_phase: Int[np.ndarray, " D"]  # places in `rows`, sorted by the step (modulo S) in which their token begins a block
+    phases: tuple[int, ...]  # where each of these S steps begins in `by_phase`, and the end
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    """The same array, closed to writing."""
+    array.setflags(write=False)
+    return array
+
+
+def empty_rows(count: int, block_size: int) -> Rows:
+    """Rows in which nothing runs."""
+    lines = gcd(block_size, LINES)
+
+    def column(fill: int = 0) -> np.ndarray:
+        return read_only(np.full(count, fill, np.int32))
+
+    return Rows(
+        seq_id=column(EMPTY),
+        known=column(),
+        computed=column(),
+        limit=column(),
+        filled=column(),
+        joined=column(),
+        decoding=read_only(np.zeros(count, bool)),
+        recent=(read_only(np.zeros((lines, count), np.int32)),) * (block_size // lines),
+        stops=read_only(np.zeros(STOP_BITS + 1, bool)),
+    )
+
+
+def update_rows(rows: Rows, **columns: np.ndarray) -> Rows:
+    """Rows with other columns, closed to writing."""
+    for column in columns.values():
+        column.setflags(write=False)
+    return evolve(rows, **columns)
+
+
+def in_flight(rows: Rows, row: int) -> int:
+    """Tokens of a running sequence sampled in plans that are not committed."""
+    return int(rows.computed[row] + 1 - rows.known[row]) if rows.decoding[row] else 0
+
+
+def sampled(rows: Rows, taken: Int[np.ndarray, " N"], next_commit: int) -> Int32[np.ndarray, "N S"]:
+    """The tokens that these rows got in the last S commits, oldest first."""
+    index, line = _line_of(rows, next_commit)  # to be overwritten next, so the oldest
+    middle = rows.recent[index + 1 :] + rows.recent[:index]
+    chunks = (rows.recent[index][line:], *middle, rows.recent[index][:line])
+    return np.concatenate([chunk.take(taken, axis=1) for chunk in chunks]).T.copy()
+
+
+def record(rows: Rows, taken: slice | Int[np.ndarray, " N"], tokens: Int32[np.ndarray, " N"], commit: int) -> tuple:
+    """`rows.recent` with the tokens that a commit brings to these rows."""
+    index, line = _line_of(rows, commit)
+    chunk = rows.recent[index].copy()
+    chunk[line, taken] = tokens
+    return (*rows.recent[:index], read_only(chunk), *rows.recent[index + 1 :])
+
+
+def _line_of(rows: Rows, commit: int) -> tuple[int, int]:
+    lines = len(rows.recent[0])
+    return divmod(commit % (lines * len(rows.recent)), lines)
+
+
+def make_roster(rows: Rows, step: int, block_size: int) -> Roster:
+    """The rows that decode in plan `step`."""
+    left = rows.limit - rows.computed - 1  # tokens that may still be sampled
+    decoding = (rows.seq_id != EMPTY) & rows.decoding & (left > 0)
+    taken = decoding.nonzero()[0].astype(np.int32)
+    count = len(taken)
+    contiguous = count > 0 and taken[0] == 0 and taken[-1] == count - 1
+    phase = (step - rows.computed[taken]) % block_size
+    by_phase = phase.argsort(kind="stable")
+    return Roster(
+        index=slice(0, count) if contiguous else taken,
+        rows=read_only(taken),
+        seq_ids=read_only(rows.seq_id[taken]),
+        query_lens=read_only(np.ones(count, np.int32)),
+        samples=read_only(np.ones(count, bool)),
+        advance=read_only(decoding.astype(np.int32)),
+        until=step + int(left[taken].min()) if count else NEVER,
+        by_phase=read_only(by_phase),
+        phases=tuple(phase[by_phase].searchsorted(np.arange(block_size + 1)).tolist()),
+    )
+
+
+def begins_block(roster: Roster, step: int) -> Int[np.ndarray, " N"]:
+    """Places in the roster, in ascending order, of those whose token in plan `step` is the first of a block."""
+    phase = step % (len(roster.phases) - 1)
+    return roster.by_phase[roster.phases[phase] : roster.phases[phase + 1]]
