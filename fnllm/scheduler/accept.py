@@ -10,7 +10,7 @@ from .lifecycle import end
 from .pool import publish
 from .request import Sequence, cut_tokens, known, root
 from .residency import store
-from .rows import STOP_BITS, begins_block, read_only, record, sampled
+from .rows import STOP_BITS, begin_block, read_only, record, sampled
 from .state import Events, Finished, Plan, SchedulerState, shares
 
 NO_EVENTS = Events(0, np.zeros(0, np.int32), np.zeros(0, np.int32), (), ())
@@ -30,7 +30,9 @@ def commit(state: SchedulerState, plan: Plan, tokens: Integer[np.ndarray, " B"])
         # Only decode entries, and no row has changed hands since the plan: nothing has to be looked up.
         here = accepted = None
         row, new, length = roster.index, tokens, rows.known + roster.advance
-        full = begins_block(roster, plan.step + 1)  # the entries whose token was the last of a block
+        # A token is the last of a block if the next one begins a block; all blocks before that one are filled.
+        full, full_ids = begin_block(roster, plan.step + 1)
+        full_blocks = rows.filled.take(full) + 1
         if plan.step + 1 >= roster.until:
             ending |= length[row] >= rows.limit[row]
     else:
@@ -40,9 +42,10 @@ def commit(state: SchedulerState, plan: Plan, tokens: Integer[np.ndarray, " B"])
         ends, row, new = plan.starts + plan.query_lens, plan.rows[accepted], tokens[accepted]
         length = rows.known.copy()
         length[row] += 1
-        full = (here & (ends // size > rows.filled[plan.rows])).nonzero()[0]
+        filling = here & (ends // size > rows.filled[plan.rows])
+        full, full_ids, full_blocks = plan.rows[filling], plan.seq_ids[filling], ends[filling] // size
         ending = here & (ends + plan.samples >= rows.limit[plan.rows]) | accepted & ending
-    changes, columns = _fill_blocks(state, plan, full) if len(full) else ({}, {})
+    changes, columns = _fill_blocks(state, full, full_ids, full_blocks) if len(full) else ({}, {})
     rows = evolve(rows, known=read_only(length), recent=record(rows, row, new, plan.step), **columns)
     counters = evolve(state.counters, accepted_tokens=state.counters.accepted_tokens + len(new))
     state = evolve(state, rows=rows, next_commit=plan.step + 1, counters=counters, **changes)
@@ -78,20 +81,24 @@ def _checked(state: SchedulerState, plan: Plan, tokens: Integer[np.ndarray, " B"
 
 
 def _fill_blocks(
-    state: SchedulerState, plan: Plan, full: Integer[np.ndarray, " E"]
+    state: SchedulerState,
+    taken: Int32[np.ndarray, " E"],
+    seq_ids: Int32[np.ndarray, " E"],
+    last_blocks: Int32[np.ndarray, " E"],
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Moves the tokens of each block that the step has filled into its sequence and publishes the block.
+    """Moves the tokens of blocks that the step has filled into their sequences and publishes the blocks.
 
-    Returns the changed fields of the state and of its rows, for the entries `full`.
+    Given are these rows, their sequences, and how many of their blocks are full now. Returns the changed fields of the
+    state and of its rows.
     """
-    rows, taken, seq_ids = state.rows, plan.rows.take(full), plan.seq_ids.take(full).tolist()
-    first_blocks = rows.filled.take(taken).tolist()
-    last_blocks = (plan.starts.take(full) + plan.query_lens.take(full)) // state.config.block_size
-    filled = rows.filled.copy()
+    rows = state.rows
+    first_blocks, filled = rows.filled.take(taken).tolist(), rows.filled.copy()
     filled.put(taken, last_blocks)
     recent = sampled(rows, taken, state.next_commit)
     sequences, items, moved = state.sequences.mutate(), [], []
-    for place, (seq_id, first, last) in enumerate(zip(seq_ids, first_blocks, last_blocks.tolist(), strict=True)):
+    for place, (seq_id, first, last) in enumerate(
+        zip(seq_ids.tolist(), first_blocks, last_blocks.tolist(), strict=True)
+    ):
         sequence: Sequence = sequences[seq_id]
         blocks, tail, numbers, new = sequence.blocks, sequence.tail, sequence.numbers, -1
         if len(blocks) < last:  # the block was completed by sampled tokens

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int, Int32
+from jaxtyping import Int32
 
 from .admit import Entrant, admit
 from .config import blocks_for, max_running
@@ -11,7 +11,7 @@ from .evolve import evolve
 from .pool import idle, take
 from .request import Sequence, slice_tokens
 from .residency import reclaim_newest
-from .rows import Roster, begins_block, make_roster, read_only, update_rows
+from .rows import Roster, begin_block, make_roster, read_only, update_rows
 from .state import Join, Plan, SchedulerState
 
 NONE = read_only(np.zeros(0, np.int32))
@@ -24,7 +24,7 @@ class Work(NamedTuple):
 
     roster: Roster
     starts: Int32[np.ndarray, " D"]  # of the roster's rows
-    grow: Int[np.ndarray, " G"]  # places in the roster of those whose token begins a block
+    grow: tuple[Int32[np.ndarray, " G"], Int32[np.ndarray, " G"]]  # rows and ids of those whose token begins a block
     prefill: list[tuple[int, int, int]]  # (row, start, chunk)
     blocks: int
     reserved: int  # blocks that the rest of these prompts will need
@@ -58,8 +58,8 @@ def _wanted(state: SchedulerState) -> Work:
     if roster is None or state.next_step >= roster.until:
         roster = make_roster(rows, state.next_step, size)
     starts = rows.computed[roster.index]
-    grow = begins_block(roster, state.next_step)
-    blocks, reserved, prefill = len(grow), 0, []
+    grow = begin_block(roster, state.next_step)
+    blocks, reserved, prefill = len(grow[0]), 0, []
     budget = config.max_num_batched_tokens - len(starts)
     for seq_id in state.prefilling:
         row = state.sequences[seq_id].row
@@ -76,11 +76,11 @@ def _wanted(state: SchedulerState) -> Work:
 
 def _grow_tables(state: SchedulerState, work: Work) -> tuple[SchedulerState, Updates]:
     """Takes the blocks that running sequences need, and returns the row, column and block of each."""
-    size, roster, grow = state.config.block_size, work.roster, work.grow
+    size, (rows, seq_ids) = state.config.block_size, work.grow
     pool, fresh = take(state.pool, work.blocks)
-    rows, columns = roster.rows.take(grow), work.starts.take(grow) // size
+    columns = state.rows.computed.take(rows) // size
     sequences = state.sequences.mutate()
-    for seq_id, block in zip(roster.seq_ids.take(grow).tolist(), fresh, strict=False):  # the rest is for prompts
+    for seq_id, block in zip(seq_ids.tolist(), fresh, strict=False):  # the rest is for prompts
         sequence: Sequence = sequences[seq_id]
         sequences[seq_id] = evolve(sequence, table=(*sequence.table, block))
     if len(fresh) > len(rows):

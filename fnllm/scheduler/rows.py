@@ -52,8 +52,11 @@ class Roster:
     samples: Bool[np.ndarray, " D"]  # all true
     advance: Int32[np.ndarray, " R"]  # tokens of each row in a step: one of these rows, none of the others
     until: int  # the first plan in which one of them has no token left to sample
-    by_phase: Int[np.ndarray, " D"]  # places in `rows`, sorted by the step (modulo S) in which their token begins a block
-    phases: tuple[int, ...]  # where each of these S steps begins in `by_phase`, and the end
+    # The same rows and ids, sorted by the step (modulo S) in which their token begins a block, and where each of these S
+    # steps begins, and the end.
+    phase_rows: Int32[np.ndarray, " D"]
+    phase_ids: Int32[np.ndarray, " D"]
+    phases: tuple[int, ...]
 
 
 def read_only(array: np.ndarray) -> np.ndarray:
@@ -123,7 +126,7 @@ def make_roster(rows: Rows, step: int, block_size: int) -> Roster:
     count = len(taken)
     contiguous = count > 0 and taken[0] == 0 and taken[-1] == count - 1
     phase = (step - rows.computed[taken]) % block_size
-    by_phase = phase.argsort(kind="stable")
+    order = phase.argsort(kind="stable")
     return Roster(
         index=slice(0, count) if contiguous else taken,
         rows=read_only(taken),
@@ -132,12 +135,14 @@ def make_roster(rows: Rows, step: int, block_size: int) -> Roster:
         samples=read_only(np.ones(count, bool)),
         advance=read_only(decoding.astype(np.int32)),
         until=step + int(left[taken].min()) if count else NEVER,
-        by_phase=read_only(by_phase),
-        phases=tuple(phase[by_phase].searchsorted(np.arange(block_size + 1)).tolist()),
+        phase_rows=read_only(taken[order]),
+        phase_ids=read_only(rows.seq_id[taken[order]]),
+        phases=tuple(phase[order].searchsorted(np.arange(block_size + 1)).tolist()),
     )
 
 
-def begins_block(roster: Roster, step: int) -> Int[np.ndarray, " N"]:
-    """Places in the roster, in ascending order, of those whose token in plan `step` is the first of a block."""
+def begin_block(roster: Roster, step: int) -> tuple[Int32[np.ndarray, " N"], Int32[np.ndarray, " N"]]:
+    """Rows, in ascending order, and ids of the sequences whose token in plan `step` is the first of a block."""
     phase = step % (len(roster.phases) - 1)
-    return roster.by_phase[roster.phases[phase] : roster.phases[phase + 1]]
+    first, last = roster.phases[phase], roster.phases[phase + 1]
+    return roster.phase_rows[first:last], roster.phase_ids[first:last]
