@@ -137,7 +137,7 @@ def _finish(
         ending = _ending(sequence, length, int(tokens[entry]) if plan.samples[entry] else None)
         if ending is not None:
             finished.append(Finished(seq_id, *ending))
-    return end(state, {seq_id: reason for seq_id, reason, _ in finished}), finished
+    return end(state, {seq_id: reason for seq_id, reason, _ in finished}) if finished else state, finished
 
 
 def _accept_late(

@@ -7,7 +7,7 @@ import numpy as np
 from .config import blocks_for, max_running
 from .evolve import evolve
 from .line import iterate, remove
-from .pool import Entry, Key, announce, hold, idle, match, take
+from .pool import Key, announce, hold, idle, match, take
 from .request import Sequence, known, root
 from .residency import reclaim_newest
 from .rows import EMPTY, STOP_BITS, update_rows
@@ -25,6 +25,15 @@ class Entrant(NamedTuple):
     first: bool  # whether its turn begins
 
 
+class Found(NamedTuple):
+    """What the prefix cache has for a sequence: the blocks and numbers of its leading full blocks."""
+
+    blocks: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
+    alike: int = 0  # as many were found, and are held, by the sequence admitted just before
+    computing: Key | None = None  # the key after them, if a running sequence is computing it
+
+
 def admit(state: SchedulerState, budget: int, reserved: int) -> tuple[SchedulerState, list[Entrant]]:
     """Gives rows to waiting sequences while rows, `budget` tokens and blocks last.
 
@@ -36,6 +45,7 @@ def admit(state: SchedulerState, budget: int, reserved: int) -> tuple[SchedulerS
     config, size = state.config, state.config.block_size
     rows = np.flatnonzero(state.rows.seq_id == EMPTY).tolist() if state.waiting else []
     entrants: list[Entrant] = []
+    again: list[int] = []  # blocks held since this step began by one of several entrants that found them
     passed = 0
     for seq_id in iterate(state.waiting):
         if budget == 0 or state.running >= max_running(config) or passed > config.max_num_seqs:
@@ -47,9 +57,9 @@ def admit(state: SchedulerState, budget: int, reserved: int) -> tuple[SchedulerS
         room = idle(state.pool) - reserved - -(-state.running // 4)
         if state.running and isinstance(sequence.held_up, int) and sequence.held_up > room:
             break
-        found, computing = _cached_prefix(state, sequence)
-        if computing is not None:
-            state = _hold_up(state, seq_id, computing)
+        found = _cached_prefix(state, sequence, entrants[-1] if entrants else None)
+        if found.computing is not None:
+            state = _hold_up(state, seq_id, found.computing)
             passed += 1
             continue
         if not state.running:
@@ -57,24 +67,39 @@ def admit(state: SchedulerState, budget: int, reserved: int) -> tuple[SchedulerS
         elif (needed := _idle_blocks_needed(state, sequence, found)) > room:
             state = _hold_up(state, seq_id, needed)
             break
-        start = max(sequence.computed, len(found) * size)
+        start = max(sequence.computed, len(found.blocks) * size)
         chunk = _first_chunk(state, known(sequence) - start, budget)
         if chunk == 0:
             break
-        entrants.append(Entrant(rows[len(entrants)], seq_id, start, chunk, len(found) * size, not sequence.admitted))
+        entrants.append(Entrant(rows[len(entrants)], seq_id, start, chunk, len(found.blocks) * size, not sequence.admitted))
         state = _enter(state, entrants[-1], found)
+        again += found.blocks[: found.alike]
         reserved += blocks_for(known(sequence), size) - blocks_for(start + chunk, size)
         budget -= chunk
+    if again:
+        state = evolve(state, pool=hold(state.pool, again))
     return _seat(state, entrants) if entrants else state, entrants
 
 
-def _cached_prefix(state: SchedulerState, sequence: Sequence) -> tuple[list[Entry], Key | None]:
-    """What the prefix cache has for a sequence without blocks, and the key it should wait for, if any."""
+def _cached_prefix(state: SchedulerState, sequence: Sequence, before: Entrant | None) -> Found:
+    """What the prefix cache has for a sequence without blocks, and the key it should wait for, if any.
+
+    Many prompts begin alike: what was found for the sequence admitted just before is not looked up again.
+    """
     if sequence.table or not shares(state, sequence):
-        return [], None
+        return Found()
     # The last token is computed in any case: its output is what the sequence is for.
     most = (known(sequence) - 1) // state.config.block_size
-    return match(state.pool, root(sequence), sequence.blocks[:most])
+    blocks, numbers, alike, parent = (), (), 0, root(sequence)
+    if before is not None and before.cached:
+        other: Sequence = state.sequences[before.seq_id]
+        count = min(before.cached // state.config.block_size, most)
+        if count and root(other) == parent and other.blocks[:count] == sequence.blocks[:count]:
+            blocks, numbers, alike, parent = other.table[:count], other.numbers[:count], count, other.numbers[count - 1]
+    entries, computing = match(state.pool, parent, sequence.blocks[alike:most])
+    if entries:
+        blocks, numbers = blocks + tuple(e.block for e in entries), numbers + tuple(e.number for e in entries)
+    return Found(blocks, numbers, alike, computing)
 
 
 def _still_computing(state: SchedulerState, key: Key | int | None) -> bool:
@@ -87,13 +112,13 @@ def _hold_up(state: SchedulerState, seq_id: int, why: Key | int) -> SchedulerSta
     return evolve(state, sequences=state.sequences.set(seq_id, sequence))
 
 
-def _idle_blocks_needed(state: SchedulerState, sequence: Sequence, found: list[Entry]) -> int:
+def _idle_blocks_needed(state: SchedulerState, sequence: Sequence, found: Found) -> int:
     """Idle blocks that computing all known tokens takes; a found block counts if only the cache has it."""
-    revived = sum(state.pool.blocks[entry.block].refs == 0 for entry in found)
-    return blocks_for(known(sequence), state.config.block_size) - len(sequence.table) - len(found) + revived
+    revived = sum(state.pool.blocks[block].refs == 0 for block in found.blocks[found.alike :])
+    return blocks_for(known(sequence), state.config.block_size) - len(sequence.table) - len(found.blocks) + revived
 
 
-def _make_room(state: SchedulerState, seq_id: int, found: list[Entry]) -> SchedulerState:
+def _make_room(state: SchedulerState, seq_id: int, found: Found) -> SchedulerState:
     """Takes blocks from other waiting sequences, newest first, until one sequence fits; nothing may be running."""
     sequence = state.sequences[seq_id]
     others = evolve(state, warm=state.warm.delete(seq_id)) if sequence.table else state
@@ -110,17 +135,19 @@ def _first_chunk(state: SchedulerState, rest: int, budget: int) -> int:
     return rest if rest <= budget else 0
 
 
-def _enter(state: SchedulerState, entrant: Entrant, found: list[Entry]) -> SchedulerState:
-    """Moves a waiting sequence out of the line and gives it the blocks for its first chunk; see `_seat` for its row."""
+def _enter(state: SchedulerState, entrant: Entrant, found: Found) -> SchedulerState:
+    """Moves a waiting sequence out of the line and gives it the blocks for its first chunk; see `_seat` for its row.
+
+    The references to `alike` blocks are the caller's to count, for all entrants at once.
+    """
     size, seq_id, pool = state.config.block_size, entrant.seq_id, state.pool
     sequence: Sequence = state.sequences[seq_id]
-    shared = [entry.block for entry in found]
-    table = (*sequence.table, *shared)
-    pool, own = take(hold(pool, shared), blocks_for(entrant.start + entrant.chunk, size) - len(table))
+    table = sequence.table + found.blocks
+    pool, own = take(hold(pool, found.blocks[found.alike :]), blocks_for(entrant.start + entrant.chunk, size) - len(table))
     numbers, filled = sequence.numbers, sequence.filled
     if shares(state, sequence):
-        numbers = (*numbers, *(entry.number for entry in found))
-        filled += len(found)
+        numbers += found.numbers
+        filled += len(found.blocks)
         pool, announced = announce(pool, numbers[-1] if numbers else root(sequence), sequence.blocks[filled:], seq_id)
         numbers += announced
     sequence = evolve(
