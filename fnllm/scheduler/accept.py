@@ -62,7 +62,7 @@ def commit(state: SchedulerState, plan: Plan, tokens: Integer[np.ndarray, " B"])
         seq_ids=plan.seq_ids if accepted is None else read_only(plan.seq_ids[accepted]),
         tokens=tokens if accepted is None else read_only(tokens[accepted]),
         finished=tuple(finished),
-        cached=tuple((join.seq_id, join.cached) for join in plan.joins if join.first),
+        cached=tuple([(join.seq_id, join.cached) for join in plan.joins if join.first]),
     )
     return state, events
 
@@ -96,13 +96,11 @@ def _fill_blocks(
     filled.put(taken, last_blocks)
     recent = sampled(rows, taken, state.next_commit)
     sequences, items, moved = state.sequences.mutate(), [], []
-    for place, (seq_id, first, last) in enumerate(
-        zip(seq_ids.tolist(), first_blocks, last_blocks.tolist(), strict=True)
-    ):
+    for seq_id, first, last, tokens in zip(seq_ids.tolist(), first_blocks, last_blocks.tolist(), recent, strict=True):
         sequence: Sequence = sequences[seq_id]
         blocks, tail, numbers, new = sequence.blocks, sequence.tail, sequence.numbers, -1
         if len(blocks) < last:  # the block was completed by sampled tokens
-            blocks, tail = (*blocks, tail + recent[place, len(tail) // 4 :].tobytes()), b""
+            blocks, tail = blocks + (tail + tokens[len(tail) :],), b""
         if shares(state, sequence):
             for index in range(first, last):
                 key = (numbers[index - 1] if index else root(sequence), blocks[index])
@@ -112,7 +110,7 @@ def _fill_blocks(
             moved.append((seq_id, sequence, blocks, tail, new))
     pool, given = publish(state.pool, items)
     for seq_id, sequence, blocks, tail, new in moved:
-        numbers = (*sequence.numbers, given[new]) if new >= 0 else sequence.numbers
+        numbers = sequence.numbers + (given[new],) if new >= 0 else sequence.numbers
         sequences[seq_id] = evolve(sequence, blocks=blocks, tail=tail, numbers=numbers)
     return {"sequences": sequences.finish(), "pool": pool}, {"filled": read_only(filled)}
 

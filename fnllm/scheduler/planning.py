@@ -57,7 +57,7 @@ def _wanted(state: SchedulerState) -> Work:
     roster = state.roster
     if roster is None or state.next_step >= roster.until:
         roster = make_roster(rows, state.next_step, size)
-    starts = rows.computed[roster.index]
+    starts = read_only(rows.computed[roster.index])
     grow = begin_block(roster, state.next_step)
     blocks, reserved, prefill = len(grow[0]), 0, []
     budget = config.max_num_batched_tokens - len(starts)
@@ -82,7 +82,7 @@ def _grow_tables(state: SchedulerState, work: Work) -> tuple[SchedulerState, Upd
     sequences = state.sequences.mutate()
     for seq_id, block in zip(seq_ids.tolist(), fresh, strict=False):  # the rest is for prompts
         sequence: Sequence = sequences[seq_id]
-        sequences[seq_id] = evolve(sequence, table=(*sequence.table, block))
+        sequences[seq_id] = evolve(sequence, table=sequence.table + (block,))
     if len(fresh) > len(rows):
         more_rows, more_columns, used = rows.tolist(), columns.tolist(), len(rows)
         for row, start, chunk in work.prefill:
@@ -90,7 +90,7 @@ def _grow_tables(state: SchedulerState, work: Work) -> tuple[SchedulerState, Upd
             more_rows += [row] * (last - first)
             more_columns += range(first, last)
             seq_id, own, used = int(state.rows.seq_id[row]), fresh[used : used + last - first], used + last - first
-            sequences[seq_id] = evolve(sequences[seq_id], table=(*sequences[seq_id].table, *own))
+            sequences[seq_id] = evolve(sequences[seq_id], table=sequences[seq_id].table + tuple(own))
         rows, columns = np.array(more_rows, np.int32), np.array(more_columns, np.int32)
     updates = (read_only(rows), read_only(columns), read_only(np.array(fresh, np.int32)))
     return evolve(state, pool=pool, sequences=sequences.finish()), updates
@@ -116,9 +116,8 @@ def _issue(
         computed[row] = ends = start + chunk
         sampling = (ends == known) & (known < rows.limit[row])
         tokens = np.frombuffer(b"".join(_prompt_tokens(state, *entry) for entry in prefill), np.int32)
-        taken, seq_ids = np.concatenate([taken, row]), np.concatenate([seq_ids, rows.seq_id[row]])
-        starts, lens = np.concatenate([starts, start]), np.concatenate([lens, chunk])
-        samples = np.concatenate([samples, sampling])
+        pairs = (taken, row), (seq_ids, rows.seq_id[row]), (starts, start), (lens, chunk), (samples, sampling)
+        taken, seq_ids, starts, lens, samples = (read_only(np.concatenate(pair)) for pair in pairs)
         columns["decoding"] = rows.decoding.copy()
         columns["decoding"][row] = sampling
         done = set(rows.seq_id[row[ends == known]].tolist())
@@ -127,14 +126,14 @@ def _issue(
     plan = evolve(
         EMPTY_PLAN,
         step=state.next_step,
-        rows=read_only(taken),
-        seq_ids=read_only(seq_ids),
-        starts=read_only(starts),
-        query_lens=read_only(lens),
+        rows=taken,
+        seq_ids=seq_ids,
+        starts=starts,
+        query_lens=lens,
         num_decode=len(work.starts),
         prefill_tokens=tokens,
-        samples=read_only(samples),
-        joins=tuple(_join(state, entrant) for entrant in entrants),
+        samples=samples,
+        joins=tuple([_join(state, entrant) for entrant in entrants]),
         table_updates=updates,
         copies=_columns(state.copies),
     )
@@ -143,7 +142,7 @@ def _issue(
         counters,
         prefill_tokens=counters.prefill_tokens + len(tokens),
         decode_tokens=counters.decode_tokens + len(work.starts),
-        cached_tokens=counters.cached_tokens + sum(entrant.cached for entrant in entrants),
+        cached_tokens=counters.cached_tokens + sum([entrant.cached for entrant in entrants]),
     )
     changes |= {"rows": update_rows(rows, **columns), "copies": (), "counters": counters}
     return evolve(state, next_step=state.next_step + 1, **changes), plan

@@ -97,12 +97,14 @@ def in_flight(rows: Rows, row: int) -> int:
     return int(rows.computed[row] + 1 - rows.known[row]) if rows.decoding[row] else 0
 
 
-def sampled(rows: Rows, taken: Int[np.ndarray, " N"], next_commit: int) -> Int32[np.ndarray, "N S"]:
-    """The tokens that these rows got in the last S commits, oldest first."""
+def sampled(rows: Rows, taken: Int[np.ndarray, " N"], next_commit: int) -> list[bytes]:
+    """The S tokens that each of these rows got in the last S commits, oldest first, packed as int32."""
     index, line = _line_of(rows, next_commit)  # to be overwritten next, so the oldest
     middle = rows.recent[index + 1 :] + rows.recent[:index]
     chunks = (rows.recent[index][line:], *middle, rows.recent[index][:line])
-    return np.concatenate([chunk.take(taken, axis=1) for chunk in chunks]).T.copy()
+    packed = np.concatenate([chunk.take(taken, axis=1) for chunk in chunks]).T.tobytes()
+    width = len(packed) // len(taken)
+    return [packed[start : start + width] for start in range(0, len(packed), width)]
 
 
 def record(rows: Rows, taken: slice | Int[np.ndarray, " N"], tokens: Int32[np.ndarray, " N"], commit: int) -> tuple:

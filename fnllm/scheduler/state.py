@@ -116,8 +116,8 @@ def tail_of(state: SchedulerState, sequence: Sequence) -> bytes:
     count = int(state.rows.known[sequence.row]) - known(sequence)
     if count == 0:  # nothing is sampled in this row yet, or since its last full block
         return sequence.tail
-    tokens = sampled(state.rows, np.array([sequence.row]), state.next_commit)
-    return sequence.tail + tokens[0, -count:].tobytes()
+    (tokens,) = sampled(state.rows, np.array([sequence.row]), state.next_commit)
+    return sequence.tail + tokens[-4 * count :]
 
 
 def shares(state: SchedulerState, sequence: Sequence) -> bool:
