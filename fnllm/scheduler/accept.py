@@ -8,9 +8,10 @@ from jaxtyping import Bool, Int32, Integer
 from .evolve import evolve
 from .lifecycle import end
 from .pool import publish
+from .recent import record, sampled
 from .request import Sequence, cut_tokens, known, root
 from .residency import store
-from .rows import STOP_BITS, begin_block, read_only, record, sampled
+from .rows import STOP_BITS, begin_block, read_only
 from .state import Events, Finished, Plan, SchedulerState, shares
 
 NO_EVENTS = Events(0, np.zeros(0, np.int32), np.zeros(0, np.int32), (), ())
@@ -32,7 +33,7 @@ def commit(state: SchedulerState, plan: Plan, tokens: Integer[np.ndarray, " B"])
         row, new, length = roster.index, tokens, rows.known + roster.advance
         # A token is the last of a block if the next one begins a block; all blocks before that one are filled.
         full, full_ids = begin_block(roster, plan.step + 1)
-        full_blocks = rows.filled.take(full) + 1
+        full_blocks = [count + 1 for count in rows.filled.take(full).tolist()]
         if plan.step + 1 >= roster.until:
             ending |= length[row] >= rows.limit[row]
     else:
@@ -43,10 +44,10 @@ def commit(state: SchedulerState, plan: Plan, tokens: Integer[np.ndarray, " B"])
         length = rows.known.copy()
         length[row] += 1
         filling = here & (ends // size > rows.filled[plan.rows])
-        full, full_ids, full_blocks = plan.rows[filling], plan.seq_ids[filling], ends[filling] // size
+        full, full_ids, full_blocks = plan.rows[filling], plan.seq_ids[filling], (ends[filling] // size).tolist()
         ending = here & (ends + plan.samples >= rows.limit[plan.rows]) | accepted & ending
     changes, columns = _fill_blocks(state, full, full_ids, full_blocks) if len(full) else ({}, {})
-    rows = evolve(rows, known=read_only(length), recent=record(rows, row, new, plan.step), **columns)
+    rows = evolve(rows, known=read_only(length), recent=record(rows.recent, row, new, plan.step), **columns)
     counters = evolve(state.counters, accepted_tokens=state.counters.accepted_tokens + len(new))
     state = evolve(state, rows=rows, next_commit=plan.step + 1, counters=counters, **changes)
     finished: list[Finished] = []
@@ -84,7 +85,7 @@ def _fill_blocks(
     state: SchedulerState,
     taken: Int32[np.ndarray, " E"],
     seq_ids: Int32[np.ndarray, " E"],
-    last_blocks: Int32[np.ndarray, " E"],
+    last_blocks: list[int],
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Moves the tokens of blocks that the step has filled into their sequences and publishes the blocks.
 
@@ -94,9 +95,9 @@ def _fill_blocks(
     rows = state.rows
     first_blocks, filled = rows.filled.take(taken).tolist(), rows.filled.copy()
     filled.put(taken, last_blocks)
-    recent = sampled(rows, taken, state.next_commit)
+    recent = sampled(rows.recent, taken, state.next_commit)
     sequences, items, moved = state.sequences.mutate(), [], []
-    for seq_id, first, last, tokens in zip(seq_ids.tolist(), first_blocks, last_blocks.tolist(), recent, strict=True):
+    for seq_id, first, last, tokens in zip(seq_ids.tolist(), first_blocks, last_blocks, recent, strict=True):
         sequence: Sequence = sequences[seq_id]
         blocks, tail, numbers, new = sequence.blocks, sequence.tail, sequence.numbers, -1
         if len(blocks) < last:  # the block was completed by sampled tokens

@@ -78,21 +78,21 @@ def _grow_tables(state: SchedulerState, work: Work) -> tuple[SchedulerState, Upd
     """Takes the blocks that running sequences need, and returns the row, column and block of each."""
     size, (rows, seq_ids) = state.config.block_size, work.grow
     pool, fresh = take(state.pool, work.blocks)
-    columns = state.rows.computed.take(rows) // size
-    sequences = state.sequences.mutate()
+    sequences, columns = state.sequences.mutate(), []
     for seq_id, block in zip(seq_ids.tolist(), fresh, strict=False):  # the rest is for prompts
         sequence: Sequence = sequences[seq_id]
+        columns.append(len(sequence.table))
         sequences[seq_id] = evolve(sequence, table=sequence.table + (block,))
-    if len(fresh) > len(rows):
-        more_rows, more_columns, used = rows.tolist(), columns.tolist(), len(rows)
+    if len(fresh) > len(columns):
+        prompt_rows: list[int] = []
         for row, start, chunk in work.prefill:
-            first, last = blocks_for(start, size), blocks_for(start + chunk, size)
-            more_rows += [row] * (last - first)
-            more_columns += range(first, last)
-            seq_id, own, used = int(state.rows.seq_id[row]), fresh[used : used + last - first], used + last - first
+            seq_id, first, last = int(state.rows.seq_id[row]), blocks_for(start, size), blocks_for(start + chunk, size)
+            own = fresh[len(columns) : len(columns) + last - first]
+            prompt_rows += [row] * len(own)
+            columns += range(first, last)
             sequences[seq_id] = evolve(sequences[seq_id], table=sequences[seq_id].table + tuple(own))
-        rows, columns = np.array(more_rows, np.int32), np.array(more_columns, np.int32)
-    updates = (read_only(rows), read_only(columns), read_only(np.array(fresh, np.int32)))
+        rows = read_only(np.concatenate([rows, np.array(prompt_rows, np.int32)]))
+    updates = (rows, read_only(np.array(columns, np.int32)), read_only(np.array(fresh, np.int32)))
     return evolve(state, pool=pool, sequences=sequences.finish()), updates
 
 

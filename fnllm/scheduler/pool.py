@@ -74,7 +74,8 @@ def take(pool: Pool, count: int) -> tuple[Pool, list[int]]:
     blocks = pool.blocks.mutate()
     for block in taken:
         blocks[block] = PRIVATE
-    return Pool(pool.num_blocks, fresh, free, cached, blocks.finish(), prefix, pool.next_number, evictions), taken
+    changes = {"fresh": fresh, "free": free, "cached": cached, "prefix": prefix, "evictions": evictions}
+    return evolve(pool, blocks=blocks.finish(), **changes), taken
 
 
 def hold(pool: Pool, held: Iterable[int]) -> Pool:

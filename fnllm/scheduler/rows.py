@@ -4,17 +4,16 @@ Axes: R rows (running slots), D rows that decode, S block size.
 """
 
 from dataclasses import dataclass
-from math import gcd
 
 import numpy as np
-from jaxtyping import Bool, Int, Int32
+from jaxtyping import Bool, Int32
 
 from .evolve import evolve
+from .recent import Recent, no_tokens
 
 EMPTY = -1
 STOP_BITS = 0x1FFF  # the table of stop ids then stays in the fastest cache, and few other tokens come through
 NEVER = 2**62
-LINES = 16  # steps that one array of `Rows.recent` holds; smaller ones cost less to write, larger ones less to read
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,9 +30,7 @@ class Rows:
     filled: Int32[np.ndarray, " R"]  # leading blocks whose filling is committed
     joined: Int32[np.ndarray, " R"]  # the plan in which the sequence got the row
     decoding: Bool[np.ndarray, " R"]  # its prompt is done: its next input token is one that the device sampled
-    # What the last S commits accepted, S lines in all: of the commit of plan p in line p % S. A row that decodes has a
-    # token in each; what a row did not sample means nothing.
-    recent: tuple[Int32[np.ndarray, "lines R"], ...]
+    recent: Recent  # the tokens of the last commits; a row has one in each from the first that it sampled
     stops: Bool[np.ndarray, " 8192"]  # whether a token with these last 13 bits may be a stop id of one of them
 
 
@@ -67,7 +64,6 @@ def read_only(array: np.ndarray) -> np.ndarray:
 
 def empty_rows(count: int, block_size: int) -> Rows:
     """Rows in which nothing runs."""
-    lines = gcd(block_size, LINES)
 
     def column(fill: int = 0) -> np.ndarray:
         return read_only(np.full(count, fill, np.int32))
@@ -80,7 +76,7 @@ def empty_rows(count: int, block_size: int) -> Rows:
         filled=column(),
         joined=column(),
         decoding=read_only(np.zeros(count, bool)),
-        recent=(read_only(np.zeros((lines, count), np.int32)),) * (block_size // lines),
+        recent=no_tokens(count, block_size),
         stops=read_only(np.zeros(STOP_BITS + 1, bool)),
     )
 
@@ -95,29 +91,6 @@ def update_rows(rows: Rows, **columns: np.ndarray) -> Rows:
 def in_flight(rows: Rows, row: int) -> int:
     """Tokens of a running sequence sampled in plans that are not committed."""
     return int(rows.computed[row] + 1 - rows.known[row]) if rows.decoding[row] else 0
-
-
-def sampled(rows: Rows, taken: Int[np.ndarray, " N"], next_commit: int) -> list[bytes]:
-    """The S tokens that each of these rows got in the last S commits, oldest first, packed as int32."""
-    index, line = _line_of(rows, next_commit)  # to be overwritten next, so the oldest
-    middle = rows.recent[index + 1 :] + rows.recent[:index]
-    chunks = (rows.recent[index][line:], *middle, rows.recent[index][:line])
-    packed = np.concatenate([chunk.take(taken, axis=1) for chunk in chunks]).T.tobytes()
-    width = len(packed) // len(taken)
-    return [packed[start : start + width] for start in range(0, len(packed), width)]
-
-
-def record(rows: Rows, taken: slice | Int[np.ndarray, " N"], tokens: Int32[np.ndarray, " N"], commit: int) -> tuple:
-    """`rows.recent` with the tokens that a commit brings to these rows."""
-    index, line = _line_of(rows, commit)
-    chunk = rows.recent[index].copy()
-    chunk[line, taken] = tokens
-    return (*rows.recent[:index], read_only(chunk), *rows.recent[index + 1 :])
-
-
-def _line_of(rows: Rows, commit: int) -> tuple[int, int]:
-    lines = len(rows.recent[0])
-    return divmod(commit % (lines * len(rows.recent)), lines)
 
 
 def make_roster(rows: Rows, step: int, block_size: int) -> Roster:

@@ -13,8 +13,9 @@ from .config import SchedulerConfig
 from .line import Line
 from .pmap import Map
 from .pool import Pool
+from .recent import sampled
 from .request import Sequence, known
-from .rows import Roster, Rows, empty_rows, sampled
+from .rows import Roster, Rows, empty_rows
 
 class Join(NamedTuple):
     """A sequence gets a row: the device sets the row's length and block table anew."""
@@ -116,7 +117,7 @@ def tail_of(state: SchedulerState, sequence: Sequence) -> bytes:
     count = int(state.rows.known[sequence.row]) - known(sequence)
     if count == 0:  # nothing is sampled in this row yet, or since its last full block
         return sequence.tail
-    (tokens,) = sampled(state.rows, np.array([sequence.row]), state.next_commit)
+    (tokens,) = sampled(state.rows.recent, np.array([sequence.row]), state.next_commit)
     return sequence.tail + tokens[-4 * count :]
 
 
