@@ -38,14 +38,15 @@ def commit(state: SchedulerState, plan: Plan, tokens: Integer[np.ndarray, " B"])
             ending |= length[row] >= rows.limit[row]
     else:
         # The row of an entry may belong to another sequence by now, or to the same one after a new start.
-        here = (rows.seq_id[plan.rows] == plan.seq_ids) & (rows.joined[plan.rows] <= plan.step)
+        here = (rows.seq_id.take(plan.rows) == plan.seq_ids) & (rows.joined.take(plan.rows) <= plan.step)
         accepted = here & plan.samples
         ends, row, new = plan.starts + plan.query_lens, plan.rows[accepted], tokens[accepted]
         length = rows.known.copy()
         length[row] += 1
-        filling = here & (ends // size > rows.filled[plan.rows])
-        full, full_ids, full_blocks = plan.rows[filling], plan.seq_ids[filling], (ends[filling] // size).tolist()
-        ending = here & (ends + plan.samples >= rows.limit[plan.rows]) | accepted & ending
+        filling = (here & (ends // size > rows.filled.take(plan.rows))).nonzero()[0]
+        full, full_ids = plan.rows.take(filling), plan.seq_ids.take(filling)
+        full_blocks = (ends.take(filling) // size).tolist()
+        ending = here & (ends + plan.samples >= rows.limit.take(plan.rows)) | accepted & ending
     changes, columns = _fill_blocks(state, full, full_ids, full_blocks) if len(full) else ({}, {})
     rows = evolve(rows, known=read_only(length), recent=record(rows.recent, row, new, plan.step), **columns)
     counters = evolve(state.counters, accepted_tokens=state.counters.accepted_tokens + len(new))

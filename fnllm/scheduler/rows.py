@@ -6,7 +6,7 @@ Axes: R rows (running slots), D rows that decode, S block size.
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Int, Int32
 
 from .evolve import evolve
 from .recent import Recent, no_tokens
@@ -42,7 +42,7 @@ class Roster:
     Every row is one token further in each step, so which of them begin a block in a step is known beforehand.
     """
 
-    index: slice | Int32[np.ndarray, " D"]  # the rows in the form that indexes fastest
+    index: slice | Int[np.ndarray, " D"]  # the rows in the form that indexes fastest
     rows: Int32[np.ndarray, " D"]
     seq_ids: Int32[np.ndarray, " D"]
     query_lens: Int32[np.ndarray, " D"]  # ones
@@ -97,22 +97,25 @@ def make_roster(rows: Rows, step: int, block_size: int) -> Roster:
     """The rows that decode in plan `step`."""
     left = rows.limit - rows.computed - 1  # tokens that may still be sampled
     decoding = (rows.seq_id != EMPTY) & rows.decoding & (left > 0)
-    taken = decoding.nonzero()[0].astype(np.int32)
+    taken = decoding.nonzero()[0]
     count = len(taken)
-    contiguous = count > 0 and taken[0] == 0 and taken[-1] == count - 1
-    phase = (step - rows.computed[taken]) % block_size
+    contiguous = count > 0 and taken[-1] == count - 1
+    seq_ids = rows.seq_id.take(taken)
+    phase = (step - rows.computed.take(taken)) % block_size
     order = phase.argsort(kind="stable")
+    ends = np.bincount(phase, minlength=block_size).cumsum()
+    roster_rows = taken.astype(np.int32)
     return Roster(
         index=slice(0, count) if contiguous else taken,
-        rows=read_only(taken),
-        seq_ids=read_only(rows.seq_id[taken]),
+        rows=read_only(roster_rows),
+        seq_ids=read_only(seq_ids),
         query_lens=read_only(np.ones(count, np.int32)),
         samples=read_only(np.ones(count, bool)),
         advance=read_only(decoding.astype(np.int32)),
-        until=step + int(left[taken].min()) if count else NEVER,
-        phase_rows=read_only(taken[order]),
-        phase_ids=read_only(rows.seq_id[taken[order]]),
-        phases=tuple(phase[order].searchsorted(np.arange(block_size + 1)).tolist()),
+        until=step + int(left.take(taken).min()) if count else NEVER,
+        phase_rows=read_only(roster_rows.take(order)),
+        phase_ids=read_only(seq_ids.take(order)),
+        phases=(0, *ends.tolist()),
     )
 
 
