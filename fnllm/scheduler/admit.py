@@ -71,7 +71,9 @@ def admit(state: SchedulerState, budget: int, reserved: int) -> tuple[SchedulerS
         chunk = _first_chunk(state, known(sequence) - start, budget)
         if chunk == 0:
             break
-        entrants.append(Entrant(rows[len(entrants)], seq_id, start, chunk, len(found.blocks) * size, not sequence.admitted))
+        entrants.append(
+            Entrant(rows[len(entrants)], seq_id, start, chunk, len(found.blocks) * size, not sequence.admitted)
+        )
         state = _enter(state, entrants[-1], found)
         again += found.blocks[: found.alike]
         reserved += blocks_for(known(sequence), size) - blocks_for(start + chunk, size)
@@ -143,7 +145,9 @@ def _enter(state: SchedulerState, entrant: Entrant, found: Found) -> SchedulerSt
     size, seq_id, pool = state.config.block_size, entrant.seq_id, state.pool
     sequence: Sequence = state.sequences[seq_id]
     table = sequence.table + found.blocks
-    pool, own = take(hold(pool, found.blocks[found.alike :]), blocks_for(entrant.start + entrant.chunk, size) - len(table))
+    pool, own = take(
+        hold(pool, found.blocks[found.alike :]), blocks_for(entrant.start + entrant.chunk, size) - len(table)
+    )
     numbers, filled = sequence.numbers, sequence.filled
     if shares(state, sequence):
         numbers += found.numbers

@@ -20,7 +20,9 @@ class Recent(NamedTuple):
     """
 
     lines: Int32[np.ndarray, "L R"]
-    past: tuple[bytes, ...]  # the S commits before those, oldest first; each has L tokens of row 0, then L of row 1, ...
+    past: tuple[
+        bytes, ...
+    ]  # the S commits before those, oldest first; each has L tokens of row 0, then L of row 1, ...
 
 
 def no_tokens(rows: int, block_size: int) -> Recent:
@@ -30,9 +32,7 @@ def no_tokens(rows: int, block_size: int) -> Recent:
     return Recent(lines, (lines.tobytes(),) * (block_size // len(lines)))
 
 
-def record(
-    recent: Recent, rows: slice | Int[np.ndarray, " N"], tokens: Int32[np.ndarray, " N"], commit: int
-) -> Recent:
+def record(recent: Recent, rows: slice | Int[np.ndarray, " N"], tokens: Int32[np.ndarray, " N"], commit: int) -> Recent:
     """With the tokens that a commit, the one after the last, brings to these rows."""
     lines, past = recent.lines.copy(), recent.past
     line = commit % len(lines)

@@ -49,8 +49,8 @@ class Roster:
     samples: Bool[np.ndarray, " D"]  # all true
     advance: Int32[np.ndarray, " R"]  # tokens of each row in a step: one of these rows, none of the others
     until: int  # the first plan in which one of them has no token left to sample
-    # The same rows and ids, sorted by the step (modulo S) in which their token begins a block, and where each of these S
-    # steps begins, and the end.
+    # The same rows and ids, sorted by the step (modulo S) in which their token begins a block; and where each of these
+    # S steps begins in them, and the end.
     phase_rows: Int32[np.ndarray, " D"]
     phase_ids: Int32[np.ndarray, " D"]
     phases: tuple[int, ...]

@@ -17,6 +17,7 @@ from .recent import sampled
 from .request import Sequence, known
 from .rows import Roster, Rows, empty_rows
 
+
 class Join(NamedTuple):
     """A sequence gets a row: the device sets the row's length and block table anew."""
 
