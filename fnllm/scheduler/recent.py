@@ -48,7 +48,7 @@ def sampled(recent: Recent, rows: Int[np.ndarray, " N"], next_commit: int) -> li
 
     >>> recent = no_tokens(rows=3, block_size=2)
     >>> for commit in range(5):
-    ...     recent = record(recent, slice(0, 3), np.array([commit, 10 + commit, 20 + commit]), commit)
+    ...     recent = record(recent, slice(0, 3), np.array([commit, 10 + commit, 20 + commit], np.int32), commit)
     >>> [np.frombuffer(tokens, np.int32).tolist() for tokens in sampled(recent, np.array([1, 2]), next_commit=5)]
     [[13, 14], [23, 24]]
     """
