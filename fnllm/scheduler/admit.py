@@ -23,6 +23,8 @@ class Entrant(NamedTuple):
     chunk: int  # tokens to compute now
     cached: int  # of `start`, found in the prefix cache just now
     first: bool  # whether its turn begins
+    sequence: Sequence  # its record from now on
+    alike: tuple[int, ...]  # blocks that the entrant before it found too, with this reference to them yet to be counted
 
 
 class Found(NamedTuple):
@@ -45,7 +47,6 @@ def admit(state: SchedulerState, budget: int, reserved: int) -> tuple[SchedulerS
     config, size = state.config, state.config.block_size
     rows = np.flatnonzero(state.rows.seq_id == EMPTY).tolist() if state.waiting else []
     entrants: list[Entrant] = []
-    again: list[int] = []  # blocks held since this step began by one of several entrants that found them
     passed = 0
     for seq_id in iterate(state.waiting):
         if budget == 0 or state.running >= max_running(config) or passed > config.max_num_seqs:
@@ -71,15 +72,10 @@ def admit(state: SchedulerState, budget: int, reserved: int) -> tuple[SchedulerS
         chunk = _first_chunk(state, known(sequence) - start, budget)
         if chunk == 0:
             break
-        entrants.append(
-            Entrant(rows[len(entrants)], seq_id, start, chunk, len(found.blocks) * size, not sequence.admitted)
-        )
-        state = _enter(state, entrants[-1], found)
-        again += found.blocks[: found.alike]
+        state, entrant = _enter(state, seq_id, rows[len(entrants)], start, chunk, found)
+        entrants.append(entrant)
         reserved += blocks_for(known(sequence), size) - blocks_for(start + chunk, size)
         budget -= chunk
-    if again:
-        state = evolve(state, pool=hold(state.pool, again))
     return _seat(state, entrants) if entrants else state, entrants
 
 
@@ -94,8 +90,7 @@ def _cached_prefix(state: SchedulerState, sequence: Sequence, before: Entrant | 
     most = (known(sequence) - 1) // state.config.block_size
     blocks, numbers, alike, parent = (), (), 0, root(sequence)
     if before is not None and before.cached:
-        other: Sequence = state.sequences[before.seq_id]
-        count = min(before.cached // state.config.block_size, most)
+        other, count = before.sequence, min(before.cached // state.config.block_size, most)
         if count and root(other) == parent and other.blocks[:count] == sequence.blocks[:count]:
             blocks, numbers, alike, parent = other.table[:count], other.numbers[:count], count, other.numbers[count - 1]
     entries, computing = match(state.pool, parent, sequence.blocks[alike:most])
@@ -137,49 +132,52 @@ def _first_chunk(state: SchedulerState, rest: int, budget: int) -> int:
     return rest if rest <= budget else 0
 
 
-def _enter(state: SchedulerState, entrant: Entrant, found: Found) -> SchedulerState:
-    """Moves a waiting sequence out of the line and gives it the blocks for its first chunk; see `_seat` for its row.
-
-    The references to `alike` blocks are the caller's to count, for all entrants at once.
-    """
-    size, seq_id, pool = state.config.block_size, entrant.seq_id, state.pool
+def _enter(
+    state: SchedulerState, seq_id: int, row: int, start: int, chunk: int, found: Found
+) -> tuple[SchedulerState, Entrant]:
+    """Gives a waiting sequence the blocks for its first chunk; `_seat` does the rest, for all entrants at once."""
+    size, pool = state.config.block_size, state.pool
     sequence: Sequence = state.sequences[seq_id]
-    table = sequence.table + found.blocks
-    pool, own = take(
-        hold(pool, found.blocks[found.alike :]), blocks_for(entrant.start + entrant.chunk, size) - len(table)
-    )
-    numbers, filled = sequence.numbers, sequence.filled
+    table, numbers, filled = sequence.table + found.blocks, sequence.numbers, sequence.filled
+    pool, own = take(hold(pool, found.blocks[found.alike :]), blocks_for(start + chunk, size) - len(table))
     if shares(state, sequence):
         numbers += found.numbers
         filled += len(found.blocks)
         pool, announced = announce(pool, numbers[-1] if numbers else root(sequence), sequence.blocks[filled:], seq_id)
         numbers += announced
-    sequence = evolve(
+    entered = evolve(
         sequence,
-        table=(*table, *own),
+        table=table + tuple(own),
         numbers=numbers,
         filled=filled,
-        row=entrant.row,
+        row=row,
         joined=state.next_step,
         held_up=None,
         admitted=True,
     )
-    return evolve(
-        state,
-        sequences=state.sequences.set(seq_id, sequence),
-        waiting=remove(state.waiting, [seq_id]),
-        warm=state.warm.delete(seq_id) if seq_id in state.warm else state.warm,
-        pool=pool,
-        running=state.running + 1,
-    )
+    cached, alike = len(found.blocks) * size, found.blocks[: found.alike]
+    entrant = Entrant(row, seq_id, start, chunk, cached, not sequence.admitted, entered, alike)
+    return evolve(state, pool=pool, running=state.running + 1), entrant
 
 
 def _seat(state: SchedulerState, entrants: list[Entrant]) -> SchedulerState:
-    """Writes the entrants into the row arrays."""
+    """Takes the entrants out of the line, counts their references to `alike` blocks, and writes their rows."""
+    seq_ids, warm, records = [entrant.seq_id for entrant in entrants], state.warm, state.sequences.mutate()
+    for entrant in entrants:
+        records[entrant.seq_id] = entrant.sequence
+        if entrant.seq_id in warm:
+            warm = warm.delete(entrant.seq_id)
+    state = evolve(
+        state,
+        sequences=records.finish(),
+        waiting=remove(state.waiting, seq_ids),
+        warm=warm,
+        pool=hold(state.pool, [block for entrant in entrants for block in entrant.alike]),
+    )
     rows, taken = state.rows, [entrant.row for entrant in entrants]
-    sequences: list[Sequence] = [state.sequences[entrant.seq_id] for entrant in entrants]
+    sequences = [entrant.sequence for entrant in entrants]
     columns = {
-        "seq_id": [entrant.seq_id for entrant in entrants],
+        "seq_id": seq_ids,
         "known": [known(sequence) for sequence in sequences],
         "computed": [entrant.start for entrant in entrants],
         "limit": [sequence.limit for sequence in sequences],
@@ -196,7 +194,7 @@ def _seat(state: SchedulerState, entrants: list[Entrant]) -> SchedulerState:
         stops = np.zeros_like(stops)
         for seq_id in changed["seq_id"][changed["seq_id"] != EMPTY].tolist():
             stops[_stop_bits(state.sequences[seq_id])] = True
-    prefilling = tuple(sorted((*state.prefilling, *columns["seq_id"])))
+    prefilling = tuple(sorted((*state.prefilling, *seq_ids)))
     return evolve(state, rows=update_rows(rows, stops=stops, **changed), prefilling=prefilling)
 
 
