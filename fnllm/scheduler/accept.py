@@ -55,7 +55,7 @@ def commit(state: SchedulerState, plan: Plan, tokens: Integer[np.ndarray, " B"])
     entries = ending.nonzero()[0]
     if entries.size:
         state, finished = _finish(state, plan, tokens, entries)
-    if here is not None and not here.all():
+    if here is not None and np.count_nonzero(here) < len(here):
         state, late, ended = _accept_late(state, plan, tokens, plan.samples & ~here)
         accepted, finished = accepted | late, finished + ended
     events = evolve(

@@ -45,7 +45,7 @@ def admit(state: SchedulerState, budget: int, reserved: int) -> tuple[SchedulerS
     lines of such sequences cost no time, only as many as there are rows are passed over in a step.
     """
     config, size = state.config, state.config.block_size
-    rows = np.flatnonzero(state.rows.seq_id == EMPTY).tolist() if state.waiting else []
+    rows = (state.rows.seq_id == EMPTY).nonzero()[0].tolist() if state.waiting else []
     entrants: list[Entrant] = []
     passed = 0
     for seq_id in iterate(state.waiting):
@@ -174,22 +174,23 @@ def _seat(state: SchedulerState, entrants: list[Entrant]) -> SchedulerState:
         warm=warm,
         pool=hold(state.pool, [block for entrant in entrants for block in entrant.alike]),
     )
-    rows, taken = state.rows, [entrant.row for entrant in entrants]
-    sequences = [entrant.sequence for entrant in entrants]
-    columns = {
-        "seq_id": seq_ids,
-        "known": [known(sequence) for sequence in sequences],
-        "computed": [entrant.start for entrant in entrants],
-        "limit": [sequence.limit for sequence in sequences],
-        "filled": [sequence.filled for sequence in sequences],
-        "joined": state.next_step,
-        "decoding": False,
-    }
-    changed = {name: getattr(rows, name).copy() for name in columns}
-    for name, values in columns.items():
-        changed[name][taken] = values
-    stops = rows.stops
-    if not all(stops[_stop_bits(sequence)].all() for sequence in sequences):
+    rows, stops = state.rows, state.rows.stops
+    names = ("seq_id", "known", "computed", "limit", "filled", "joined", "decoding")
+    changed = {name: getattr(rows, name).copy() for name in names}
+    for entrant in entrants:
+        sequence = entrant.sequence
+        values = (
+            entrant.seq_id,
+            known(sequence),
+            entrant.start,
+            sequence.limit,
+            sequence.filled,
+            sequence.joined,
+            False,
+        )
+        for column, value in zip(changed.values(), values, strict=True):
+            column[entrant.row] = value
+    if not all(stops[bits] for entrant in entrants for bits in _stop_bits(entrant.sequence)):
         # Made anew from all that run, so that it does not fill up over time.
         stops = np.zeros_like(stops)
         for seq_id in changed["seq_id"][changed["seq_id"] != EMPTY].tolist():

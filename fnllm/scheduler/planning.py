@@ -112,15 +112,16 @@ def _issue(
     tokens = NONE
     if prefill:
         row, start, chunk = np.array(prefill, np.int32).T
-        known = rows.known[row]
+        known = rows.known.take(row)
         computed[row] = ends = start + chunk
-        sampling = (ends == known) & (known < rows.limit[row])
+        sampling = (ends == known) & (known < rows.limit.take(row))
         tokens = np.frombuffer(b"".join(_prompt_tokens(state, *entry) for entry in prefill), np.int32)
-        pairs = (taken, row), (seq_ids, rows.seq_id[row]), (starts, start), (lens, chunk), (samples, sampling)
+        ids = rows.seq_id.take(row)
+        pairs = (taken, row), (seq_ids, ids), (starts, start), (lens, chunk), (samples, sampling)
         taken, seq_ids, starts, lens, samples = (read_only(np.concatenate(pair)) for pair in pairs)
         columns["decoding"] = rows.decoding.copy()
         columns["decoding"][row] = sampling
-        done = set(rows.seq_id[row[ends == known]].tolist())
+        done = set(ids[ends == known].tolist())
         changes["prefilling"] = tuple(seq_id for seq_id in state.prefilling if seq_id not in done)
         changes["roster"] = None if sampling.any() else roster
     plan = evolve(
