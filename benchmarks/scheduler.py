@@ -1,4 +1,4 @@
-"""Host time of the scheduler: a steady decode step, and a long queue added and drained.
+"""Host time of the scheduler: a steady decode step, what lies before the first step, and a long queue drained.
 
 python benchmarks/scheduler.py            # prints, and writes benchmarks/results/scheduler.json
 """
@@ -133,6 +133,30 @@ def time_queue(prompts: int, shared: bool) -> dict[str, float]:
     }
 
 
+def time_admission(prompts: list[tuple[int, ...]], cached: tuple[int, ...], repetitions: int = 15) -> dict[str, float]:
+    """Milliseconds before the first step of a call: making the requests, adding them and planning the step; the
+    fastest of the repetitions. The cache holds the prompt `cached` beforehand, if there is one."""
+    times = np.zeros((repetitions, 3))
+    for repetition in range(repetitions):
+        state = scheduler.init(scheduler.SchedulerConfig(8192, BLOCK_SIZE, 256, 8192, 4096))
+        if cached:
+            state, _ = scheduler.add(state, scheduler.Request(cached, 0))
+            state, plan = scheduler.schedule(state)
+            state, _ = scheduler.commit(state, plan, np.zeros(len(plan.rows), np.int32))
+        marks = [time.perf_counter()]
+        requests = [scheduler.Request(prompt, 128, stop_token_ids=frozenset([60_000])) for prompt in prompts]
+        marks.append(time.perf_counter())
+        for request in requests:
+            state, _ = scheduler.add(state, request)
+        marks.append(time.perf_counter())
+        state, plan = scheduler.schedule(state)
+        marks.append(time.perf_counter())
+        times[repetition] = np.diff(marks)
+    names = ("request_ms", "add_ms", "schedule_ms")
+    milliseconds = dict(zip(names, (1e3 * times.min(0)).round(2).tolist(), strict=True))
+    return milliseconds | {"sequences": len(plan.rows), "tokens": int(plan.query_lens.sum())}
+
+
 def environment() -> dict[str, str]:
     """Versions, machine, date and commit."""
     here = Path(__file__).parent
@@ -165,6 +189,15 @@ def main(argv: list[str]) -> None:
     for running in GOALS_US:
         churn[f"{running} running"] = time_churn(running, options.steps)
         print(f"step in which one ends and one joins, {running} running: {churn[f'{running} running']}", flush=True)
+    rng = np.random.default_rng(0)
+    head = tuple(rng.integers(0, 50_000, 2048).tolist())
+    alike = [head + tuple(rng.integers(0, 50_000, 64).tolist()) for _ in range(64)]
+    mixed = [tuple(rng.integers(0, 50_000, length).tolist()) for length in rng.integers(100, 1025, 256).tolist()]
+    admission = {
+        "64 prompts of 2,112 tokens, 2,048 of them cached": time_admission(alike, head),
+        "256 prompts of 100 to 1,024 tokens": time_admission(mixed, ()),
+    }
+    print(f"before the first step: {admission}", flush=True)
     queues = {}
     for prompts in (5_000, 20_000):
         for shared in (False, True):
@@ -175,6 +208,7 @@ def main(argv: list[str]) -> None:
         "block_size": BLOCK_SIZE,
         "decode_step": decode,
         "step_with_one_ending_and_one_joining": churn,
+        "before_the_first_step": admission,
         "queue": queues,
         "environment": environment(),
     }

@@ -8,9 +8,13 @@ from jaxtyping import Bool, Int32, Integer
 from .evolve import evolve
 from .lifecycle import end
 from .pool import publish
+from .recent import record, sampled
 from .request import Sequence, cut_tokens, known, root
 from .residency import store
-from .state import STOP_BITS, Events, Finished, Plan, SchedulerState, read_only, shares, update_rows
+from .rows import STOP_BITS, begin_block, read_only
+from .state import Events, Finished, Plan, SchedulerState, shares
+
+NO_EVENTS = Events(0, np.zeros(0, np.int32), np.zeros(0, np.int32), (), ())
 
 
 def commit(state: SchedulerState, plan: Plan, tokens: Integer[np.ndarray, " B"]) -> tuple[SchedulerState, Events]:
@@ -20,48 +24,47 @@ def commit(state: SchedulerState, plan: Plan, tokens: Integer[np.ndarray, " B"])
     preempted ones are kept. Raises ValueError unless plans come in their order with a token for each entry.
     """
     tokens = _checked(state, plan, tokens)
-    rows, roster, ends, size = state.rows, state.roster, plan.starts + plan.query_lens, state.config.block_size
+    rows, roster, size = state.rows, state.roster, state.config.block_size
     # A token that may stop a sequence; the few that come through are looked at one by one.
-    stopping = rows.stops[tokens & STOP_BITS]
+    ending = rows.stops.take(tokens & STOP_BITS)
     if roster is not None and plan.rows is roster.rows:
         # Only decode entries, and no row has changed hands since the plan: nothing has to be looked up.
         here = accepted = None
-        row, tails, at, new = roster.index, roster.tails, ends, tokens
-        places = at % size
-        crossing = (places == 0).nonzero()[0]
-        ending = stopping if plan.step + 1 < roster.until else stopping | (ends + 1 >= rows.limit[row])
+        row, new, length = roster.index, tokens, rows.known + roster.advance
+        # A token is the last of a block if the next one begins a block; all blocks before that one are filled.
+        full, full_ids = begin_block(roster, plan.step + 1)
+        full_blocks = [count + 1 for count in rows.filled.take(full).tolist()]
+        if plan.step + 1 >= roster.until:
+            ending |= length[row] >= rows.limit[row]
     else:
         # The row of an entry may belong to another sequence by now, or to the same one after a new start.
-        here = (rows.seq_id[plan.rows] == plan.seq_ids) & (rows.joined[plan.rows] <= plan.step)
+        here = (rows.seq_id.take(plan.rows) == plan.seq_ids) & (rows.joined.take(plan.rows) <= plan.step)
         accepted = here & plan.samples
-        row, at, new = plan.rows[accepted], ends[accepted], tokens[accepted]
-        tails, places = row.astype(np.intp) * size, at % size
-        crossing = (here & (ends // size > rows.filled[plan.rows])).nonzero()[0]
-        ending = here & (ends + plan.samples >= rows.limit[plan.rows]) | accepted & stopping
-    changes, columns = _fill_blocks(state, plan, ends, crossing) if crossing.size else ({}, {})
-    tail, length = rows.tail.copy(), rows.known.copy()
-    tail.reshape(-1)[tails + places] = new
-    if accepted is not None:
-        for entry in accepted[plan.num_decode :].nonzero()[0].tolist():  # the first tokens of their rows
-            sequence: Sequence = state.sequences[int(plan.seq_ids[plan.num_decode + entry])]
-            tail[sequence.row, : len(sequence.tail) // 4] = np.frombuffer(sequence.tail, np.int32)
-    length[row] = at + 1
-    rows = update_rows(rows, tail=tail, known=length, **columns)
+        ends, row, new = plan.starts + plan.query_lens, plan.rows[accepted], tokens[accepted]
+        length = rows.known.copy()
+        length[row] += 1
+        filling = (here & (ends // size > rows.filled.take(plan.rows))).nonzero()[0]
+        full, full_ids = plan.rows.take(filling), plan.seq_ids.take(filling)
+        full_blocks = (ends.take(filling) // size).tolist()
+        ending = here & (ends + plan.samples >= rows.limit.take(plan.rows)) | accepted & ending
+    changes, columns = _fill_blocks(state, full, full_ids, full_blocks) if len(full) else ({}, {})
+    rows = evolve(rows, known=read_only(length), recent=record(rows.recent, row, new, plan.step), **columns)
     counters = evolve(state.counters, accepted_tokens=state.counters.accepted_tokens + len(new))
     state = evolve(state, rows=rows, next_commit=plan.step + 1, counters=counters, **changes)
     finished: list[Finished] = []
     entries = ending.nonzero()[0]
     if entries.size:
         state, finished = _finish(state, plan, tokens, entries)
-    if here is not None and not here.all():
+    if here is not None and np.count_nonzero(here) < len(here):
         state, late, ended = _accept_late(state, plan, tokens, plan.samples & ~here)
         accepted, finished = accepted | late, finished + ended
-    events = Events(
+    events = evolve(
+        NO_EVENTS,
         step=plan.step,
         seq_ids=plan.seq_ids if accepted is None else read_only(plan.seq_ids[accepted]),
         tokens=tokens if accepted is None else read_only(tokens[accepted]),
         finished=tuple(finished),
-        cached=tuple((join.seq_id, join.cached) for join in plan.joins if join.first),
+        cached=tuple([(join.seq_id, join.cached) for join in plan.joins if join.first]),
     )
     return state, events
 
@@ -80,24 +83,26 @@ def _checked(state: SchedulerState, plan: Plan, tokens: Integer[np.ndarray, " B"
 
 
 def _fill_blocks(
-    state: SchedulerState, plan: Plan, ends: Int32[np.ndarray, " B"], crossing: Integer[np.ndarray, " E"]
+    state: SchedulerState,
+    taken: Int32[np.ndarray, " E"],
+    seq_ids: Int32[np.ndarray, " E"],
+    last_blocks: list[int],
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Moves the tokens of each block that the step has filled into its sequence and publishes the block.
+    """Moves the tokens of blocks that the step has filled into their sequences and publishes the blocks.
 
-    Returns the changed fields of the state and of its rows, for the entries `crossing`.
+    Given are these rows, their sequences, and how many of their blocks are full now. Returns the changed fields of the
+    state and of its rows.
     """
-    taken, last_blocks = plan.rows[crossing], ends[crossing] // state.config.block_size
-    filled = state.rows.filled.copy()
-    filled[taken] = last_blocks
-    first_blocks = state.rows.filled[taken].tolist()
+    rows = state.rows
+    first_blocks, filled = rows.filled.take(taken).tolist(), rows.filled.copy()
+    filled.put(taken, last_blocks)
+    recent = sampled(rows.recent, taken, state.next_commit)
     sequences, items, moved = state.sequences.mutate(), [], []
-    for row, seq_id, first, last in zip(
-        taken.tolist(), plan.seq_ids[crossing].tolist(), first_blocks, last_blocks.tolist(), strict=True
-    ):
+    for seq_id, first, last, tokens in zip(seq_ids.tolist(), first_blocks, last_blocks, recent, strict=True):
         sequence: Sequence = sequences[seq_id]
         blocks, tail, numbers, new = sequence.blocks, sequence.tail, sequence.numbers, -1
-        if len(blocks) < last:  # the block was completed by sampled tokens: they are the row's tail
-            blocks, tail = (*blocks, state.rows.tail[row].tobytes()), b""
+        if len(blocks) < last:  # the block was completed by sampled tokens
+            blocks, tail = blocks + (tail + tokens[len(tail) :],), b""
         if shares(state, sequence):
             for index in range(first, last):
                 key = (numbers[index - 1] if index else root(sequence), blocks[index])
@@ -107,9 +112,9 @@ def _fill_blocks(
             moved.append((seq_id, sequence, blocks, tail, new))
     pool, given = publish(state.pool, items)
     for seq_id, sequence, blocks, tail, new in moved:
-        numbers = (*sequence.numbers, given[new]) if new >= 0 else sequence.numbers
+        numbers = sequence.numbers + (given[new],) if new >= 0 else sequence.numbers
         sequences[seq_id] = evolve(sequence, blocks=blocks, tail=tail, numbers=numbers)
-    return {"sequences": sequences.finish(), "pool": pool}, {"filled": filled}
+    return {"sequences": sequences.finish(), "pool": pool}, {"filled": read_only(filled)}
 
 
 def _ending(sequence: Sequence, length: int, token: int | None) -> tuple[str, int | None] | None:
@@ -132,7 +137,7 @@ def _finish(
         ending = _ending(sequence, length, int(tokens[entry]) if plan.samples[entry] else None)
         if ending is not None:
             finished.append(Finished(seq_id, *ending))
-    return end(state, {seq_id: reason for seq_id, reason, _ in finished}), finished
+    return end(state, {seq_id: reason for seq_id, reason, _ in finished}) if finished else state, finished
 
 
 def _accept_late(

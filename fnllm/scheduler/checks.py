@@ -1,8 +1,10 @@
 """Checks at the door, shared by the values of this package."""
 
-from array import array
+import struct
 from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
 
 
 def is_int(value: Any) -> bool:
@@ -17,10 +19,10 @@ def pack_tokens(tokens: Iterable[int], name: str) -> bytes:
     """
     tokens = tuple(tokens)
     try:
-        packed = array("i", tokens)
-        if not packed or min(packed) >= 0:
-            return packed.tobytes()
-    except (TypeError, OverflowError):
+        packed = struct.pack(f"={len(tokens)}i", *tokens)
+        if not packed or np.frombuffer(packed, np.int32).min() >= 0:
+            return packed
+    except struct.error:
         pass  # found below, where it can be named
     for index, token in enumerate(tokens):
         if not hasattr(token, "__index__"):

@@ -13,11 +13,11 @@ def evolve(value: Value, **changes: Any) -> Value:
     >>> evolve(Point(1, 2), y=3).y
     3
     """
-    new = object.__new__(type(value))
+    new, old = object.__new__(type(value)), value.__dict__
     fields = new.__dict__
-    fields.update(value.__dict__)
-    fields.update(changes)
-    if len(fields) != len(value.__dict__):
-        unknown = sorted(changes.keys() - value.__dict__.keys())
+    fields |= old
+    fields |= changes
+    if len(fields) != len(old):
+        unknown = sorted(changes.keys() - old.keys())
         raise TypeError(f"{type(value).__name__} has no field {', '.join(unknown)}")
     return new

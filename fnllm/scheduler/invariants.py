@@ -7,7 +7,8 @@ from .config import blocks_for, length_limit, max_running
 from .line import iterate
 from .pool import NOT_READY, idle
 from .request import Sequence, key_of, known, root
-from .state import EMPTY, SchedulerState, in_flight, shares
+from .rows import EMPTY, begin_block, in_flight
+from .state import SchedulerState, shares
 
 
 def check(state: SchedulerState) -> None:
@@ -51,6 +52,12 @@ def _check_roster(state: SchedulerState) -> None:
     assert roster.rows.tolist() == list(left), f"the roster has rows {roster.rows} instead of {list(left)}"
     assert roster.seq_ids.tolist() == [int(rows.seq_id[row]) for row in left]
     assert not left or roster.until == state.next_step + min(left.values()), "the roster's end is wrong"
+    for step in range(state.next_step, state.next_step + state.config.block_size):
+        ahead = step - state.next_step
+        first = [row for row in left if (int(rows.computed[row]) + ahead) % state.config.block_size == 0]
+        found, ids = begin_block(roster, step)
+        assert found.tolist() == first, f"in plan {step} rows {first} begin a block, the roster says {found}"
+        assert ids.tolist() == [int(rows.seq_id[row]) for row in first]
 
 
 def _check_blocks(state: SchedulerState) -> None:
@@ -125,6 +132,8 @@ def _check_sequence(state: SchedulerState, seq_id: int, sequence: Sequence) -> N
         assert 0 <= length - size * len(sequence.blocks) <= size, f"{label} has tokens in no place"
         assert limit == sequence.limit and rows.joined[row] == sequence.joined < state.next_step
         assert computed >= length - 1 if rows.decoding[row] else computed <= length, f"{label} is out of step"
+        if length > known(sequence):  # it has sampled: then all blocks but the one of its last token are filled
+            assert filled == (length - 1) // size, f"{label} has {filled} filled blocks with {length} tokens"
         unscheduled = not rows.decoding[row] and computed < length
         assert unscheduled == (seq_id in state.prefilling), f"{label} has prompt tokens nobody will schedule"
     else:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .checks import pack_tokens
 from .config import describe_prompt_limit, length_limit, prompt_limit
 from .evolve import evolve
 from .line import remove
@@ -23,7 +22,7 @@ def add(state: SchedulerState, request: Request) -> tuple[SchedulerState, int]:
     length, most = len(request.prompt), prompt_limit(state.config)
     if length > most:
         raise ValueError(f"prompt has {length} tokens and can never run: {describe_prompt_limit(state.config)}")
-    blocks, tail = cut_tokens(pack_tokens(request.prompt, "prompt"), state.config.block_size)
+    blocks, tail = cut_tokens(request.packed, state.config.block_size)
     limit = min(length + request.max_tokens, length_limit(state.config))
     seq_id = state.next_id
     state = evolve(state, next_id=seq_id + 1)
@@ -83,7 +82,7 @@ def packed_tokens(state: SchedulerState, seq_id: int) -> bytes:
     sequence, size = find(state, seq_id), state.config.block_size
     if sequence.row < 0:
         return slice_tokens(sequence, 0, known_tokens(sequence), size)
-    return b"".join(sequence.blocks) + tail_of(state.rows, sequence)
+    return b"".join(sequence.blocks) + tail_of(state, sequence)
 
 
 def tokens(state: SchedulerState, seq_id: int) -> tuple[int, ...]:

@@ -59,13 +59,12 @@ class PlainMap:
         >>> old["a"], new["a"], len(old), len(new)
         (1, 2, 1, 2)
         """
-        place = hash(key)
-        high, low = place >> BITS & MASK, place & MASK
-        branch = self._root[high]
-        leaf = {**branch[low], key: value}
-        count = self._count + len(leaf) - len(branch[low])
-        branch = (*branch[:low], leaf, *branch[low + 1 :])
-        return PlainMap((*self._root[:high], branch, *self._root[high + 1 :]), count)
+        high, low = hash(key) >> BITS & MASK, hash(key) & MASK
+        root, branch = list(self._root), list(self._root[high])
+        branch[low] = leaf = {**branch[low], key: value}
+        count = self._count + len(leaf) - len(self._root[high][low])
+        root[high] = tuple(branch)
+        return PlainMap(tuple(root), count)
 
     def delete(self, key: Hashable) -> "PlainMap":
         """The map without `key`; KeyError if it is not there."""

@@ -6,6 +6,7 @@ is the number of the parent entry and the block's own tokens, compared as such; 
 for ever, so equal keys mean equal prefixes and no hash is trusted.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -32,6 +33,9 @@ class Block(NamedTuple):
 
     refs: int
     key: Key | None
+
+
+PRIVATE = Block(1, None)
 
 
 @dataclass(frozen=True)
@@ -69,18 +73,22 @@ def take(pool: Pool, count: int) -> tuple[Pool, list[int]]:
         taken.extend(evicted)
     blocks = pool.blocks.mutate()
     for block in taken:
-        blocks[block] = Block(1, None)
-    return Pool(pool.num_blocks, fresh, free, cached, blocks.finish(), prefix, pool.next_number, evictions), taken
+        blocks[block] = PRIVATE
+    changes = {"fresh": fresh, "free": free, "cached": cached, "prefix": prefix, "evictions": evictions}
+    return evolve(pool, blocks=blocks.finish(), **changes), taken
 
 
 def hold(pool: Pool, held: Iterable[int]) -> Pool:
-    """Adds a reference to each block; a cached-only one is held again and can no longer be evicted."""
-    blocks, revived = pool.blocks.mutate(), []
-    for number in held:
+    """Adds a reference to each block, as often as it is named; a cached-only one can no longer be evicted then."""
+    counts, revived = Counter(held), []
+    if not counts:
+        return pool
+    blocks = pool.blocks.mutate()
+    for number, count in counts.items():
         block = blocks[number]
         if block.refs == 0:
             revived.append(number)
-        blocks[number] = Block(block.refs + 1, block.key)
+        blocks[number] = Block(block.refs + count, block.key)
     return evolve(pool, blocks=blocks.finish(), cached=remove(pool.cached, revived))
 
 
@@ -134,12 +142,16 @@ def announce(pool: Pool, parent: Parent, tokens: Sequence[bytes], owner: int) ->
 
     Others that need one of them wait for it rather than compute it twice; nobody can read it before `publish`.
     """
+    if not tokens:
+        return pool, ()
     prefix, number, numbers = pool.prefix.mutate(), pool.next_number, []
     for block_tokens in tokens:
-        entry = prefix.get((parent, block_tokens))
+        key = (parent, block_tokens)
+        # Behind a new number there is nothing to be found.
+        entry = prefix.get(key) if number == pool.next_number else None
         if entry is None:
             entry, number = Entry(number, NOT_READY, owner), number + 1
-            prefix[(parent, block_tokens)] = entry
+            prefix[key] = entry
         parent = entry.number
         numbers.append(parent)
     return evolve(pool, prefix=prefix.finish(), next_number=number), tuple(numbers)

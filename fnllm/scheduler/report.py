@@ -6,7 +6,8 @@ from .config import length_limit
 from .line import iterate
 from .pool import idle
 from .request import Sequence, known
-from .state import Counters, SchedulerState, in_flight
+from .rows import in_flight
+from .state import Counters, SchedulerState
 
 
 @dataclass(frozen=True)

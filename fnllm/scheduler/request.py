@@ -1,7 +1,7 @@
 """What a caller asks of the scheduler, and the record it keeps of each sequence."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .checks import is_int, pack_tokens
@@ -28,6 +28,7 @@ class Request:
     use_cache: bool = True
     payload: Any = None
     keep: bool = False
+    packed: bytes = field(init=False, repr=False, compare=False)  # the prompt as int32
 
     def __post_init__(self) -> None:
         if len(self.prompt) == 0:
@@ -38,7 +39,7 @@ class Request:
                 raise TypeError(f"{name}={value!r} must be an integer of at least 0")
             if value < 0:
                 raise ValueError(f"{name}={value} must be at least 0")
-        pack_tokens(self.prompt, "prompt")
+        object.__setattr__(self, "packed", pack_tokens(self.prompt, "prompt"))
         pack_tokens(self.stop_token_ids, "stop_token_ids")
         object.__setattr__(self, "prompt", tuple(self.prompt))
         object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))

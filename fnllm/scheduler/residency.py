@@ -9,7 +9,8 @@ from .evolve import evolve
 from .line import push_back, push_front, remove
 from .pool import drop, idle, take, withdraw
 from .request import Sequence, key_of, known
-from .state import EMPTY, SchedulerState, in_flight, tail_of, update_rows
+from .rows import EMPTY, in_flight, update_rows
+from .state import SchedulerState, tail_of
 
 
 def find(state: SchedulerState, seq_id: int) -> Sequence:
@@ -37,7 +38,7 @@ def leave(state: SchedulerState, seq_ids: Iterable[int]) -> SchedulerState:
         if filled < len(sequence.numbers):
             keys = [key_of(sequence, index) for index in range(filled, len(sequence.numbers))]
             pool = withdraw(pool, keys, number)
-        tail = tail_of(rows, sequence)
+        tail = tail_of(state, sequence)
         if len(tail) == 4 * size:  # full, and its last token's step is not committed
             blocks, tail = (*blocks, tail), b""
         sequences[number] = evolve(

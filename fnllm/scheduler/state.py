@@ -1,57 +1,21 @@
 """The scheduler's state, the plan of a step and the events of its commit, all immutable values.
 
-Axes: R rows (running slots), B entries of a plan, S block size.
+Axes: B entries of a plan; see `rows` for the others.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int, Int32
+from jaxtyping import Bool, Int32
 
 from .config import SchedulerConfig
-from .evolve import evolve
 from .line import Line
 from .pmap import Map
 from .pool import Pool
+from .recent import sampled
 from .request import Sequence, known
-
-EMPTY = -1
-STOP_BITS = 0xFFFF
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """The running sequences as arrays, so that a step costs a few array operations and not one loop over sequences.
-
-    Published arrays are read-only; a function that changes one copies it first.
-    """
-
-    seq_id: Int32[np.ndarray, " R"]  # EMPTY where nothing runs; the other fields of such a row mean nothing
-    known: Int32[np.ndarray, " R"]  # tokens with known values
-    computed: Int32[np.ndarray, " R"]  # tokens whose keys and values are computed or being computed
-    limit: Int32[np.ndarray, " R"]  # the length at which the sequence ends
-    filled: Int32[np.ndarray, " R"]  # leading blocks whose filling is committed
-    joined: Int32[np.ndarray, " R"]  # the plan in which the sequence got the row
-    decoding: Bool[np.ndarray, " R"]  # its prompt is done: its next input token is one that the device sampled
-    tail: Int32[np.ndarray, "R S"]  # the known tokens after its full blocks, from the first one sampled in the row on
-    stops: Bool[np.ndarray, " 65536"]  # whether a token with these last 16 bits may be a stop id of one of them
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Roster:
-    """The rows that decode, as the arrays of a plan; kept from step to step while the rows stay the same.
-
-    A plan of decode entries alone has these very arrays, by which its commit knows that nothing has changed since.
-    """
-
-    index: slice | Int32[np.ndarray, " D"]  # the rows in the form that indexes fastest
-    tails: Int[np.ndarray, " D"]  # where each row begins in the flattened `Rows.tail`
-    rows: Int32[np.ndarray, " D"]
-    seq_ids: Int32[np.ndarray, " D"]
-    query_lens: Int32[np.ndarray, " D"]  # ones
-    samples: Bool[np.ndarray, " D"]  # all true
-    until: int  # the first plan in which one of them has no token left to sample
+from .rows import Roster, Rows, empty_rows
 
 
 class Join(NamedTuple):
@@ -65,7 +29,7 @@ class Join(NamedTuple):
     first: bool  # whether the sequence (or its turn after an `append`) begins here
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """One step of the device, which does in this order: copies, joins, table updates, then the entries.
 
@@ -96,7 +60,7 @@ class Finished(NamedTuple):
     stop_id: int | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Events:
     """What a commit brought: the accepted tokens in plan order, who ended, and the prefix hits of those that began.
 
@@ -143,51 +107,19 @@ class SchedulerState:
     counters: Counters = Counters()
 
 
-def read_only(array: np.ndarray) -> np.ndarray:
-    """The same array, closed to writing."""
-    array.setflags(write=False)
-    return array
-
-
 def init(config: SchedulerConfig) -> SchedulerState:
     """An empty scheduler."""
-    rows, size = config.max_num_seqs, config.block_size
-
-    def column(fill: int = 0) -> np.ndarray:
-        return read_only(np.full(rows, fill, np.int32))
-
-    empty = Rows(
-        seq_id=column(EMPTY),
-        known=column(),
-        computed=column(),
-        limit=column(),
-        filled=column(),
-        joined=column(),
-        decoding=read_only(np.zeros(rows, bool)),
-        tail=read_only(np.zeros((rows, size), np.int32)),
-        stops=read_only(np.zeros(STOP_BITS + 1, bool)),
-    )
-    return SchedulerState(config, Map(), Line(), Map(), empty, Pool(config.num_blocks))
+    rows = empty_rows(config.max_num_seqs, config.block_size)
+    return SchedulerState(config, Map(), Line(), Map(), rows, Pool(config.num_blocks))
 
 
-def in_flight(rows: Rows, row: int) -> int:
-    """Tokens of a running sequence sampled in plans that are not committed."""
-    return int(rows.computed[row] + 1 - rows.known[row]) if rows.decoding[row] else 0
-
-
-def tail_of(rows: Rows, sequence: Sequence) -> bytes:
+def tail_of(state: SchedulerState, sequence: Sequence) -> bytes:
     """The known tokens of a running sequence after its full blocks, packed as int32."""
-    if rows.known[sequence.row] == known(sequence):  # nothing is sampled in this row yet
+    count = int(state.rows.known[sequence.row]) - known(sequence)
+    if count == 0:  # nothing is sampled in this row yet, or since its last full block
         return sequence.tail
-    count = int(rows.known[sequence.row]) - len(sequence.blocks) * rows.tail.shape[1]
-    return rows.tail[sequence.row, :count].tobytes()
-
-
-def update_rows(rows: Rows, **columns: np.ndarray) -> Rows:
-    """Rows with other columns, closed to writing."""
-    for column in columns.values():
-        column.setflags(write=False)
-    return evolve(rows, **columns)
+    (tokens,) = sampled(state.rows.recent, np.array([sequence.row]), state.next_commit)
+    return sequence.tail + tokens[-4 * count :]
 
 
 def shares(state: SchedulerState, sequence: Sequence) -> bool:

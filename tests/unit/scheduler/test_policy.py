@@ -116,6 +116,37 @@ def test_prompts_of_many_equal_groups_share_within_a_call():
         assert sorted(engine.cached[seq_id] for seq_id in group) == [0, 4, 4]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_prompts_admitted_together_find_what_each_would_find_alone(seed):
+    rng = np.random.default_rng(seed)
+    engine = make(blocks=1000, seqs=40, budget=1000, size=2)
+    # Texts of few distinct blocks: long and short common beginnings, in two worlds that share nothing.
+    texts = [rng.integers(0, 2, rng.integers(1, 16)).repeat(2).tolist() for _ in range(40)]
+    options = [{"weights": int(rng.integers(0, 2)), "use_cache": rng.random() < 0.8} for _ in texts]
+    for text, option in zip(texts[:12], options, strict=False):
+        engine.add(text, 1, **option)
+    engine.drain()
+    for text, option in zip(texts[12:], options[12:], strict=True):
+        engine.add([*text, int(rng.integers(0, 2))], 3, **option)
+    before = engine.state
+    plan = engine.schedule()
+    engine.check()
+    assert len({join.cached for join in plan.joins}) > 2
+    for join in plan.joins:
+        sequence, parent, found = before.sequences[join.seq_id], (before.sequences[join.seq_id].request.cache_key,), []
+        for block in sequence.blocks if sequence.request.use_cache else ():
+            entry = before.pool.prefix.get((parent, block))
+            if entry is None:
+                break
+            parent = entry.number
+            found.append(entry.block)
+        most = (len(sequence.request.prompt) - 1) // 2
+        assert join.cached == 2 * min(len(found), most)
+        assert join.block_table[: join.cached // 2].tolist() == found[:most]
+    engine.drain()
+    engine.check()
+
+
 def test_least_recently_used_goes_first_and_children_before_parents():
     engine = make(blocks=6, size=2, length=12)
     engine.add([1] * 5, 0)

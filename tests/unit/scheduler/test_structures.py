@@ -6,6 +6,7 @@ import pkgutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from fnllm import scheduler
 from fnllm.scheduler import line as lines
 from fnllm.scheduler.pmap import Map, PlainMap
+from fnllm.scheduler.recent import no_tokens, record, sampled
+from fnllm.scheduler.rows import begin_block, empty_rows, make_roster, update_rows
 
 # Few distinct keys, some of which fall into one leaf of a PlainMap (4096 apart) or hash alike (-1 and -2).
 KEYS = st.sampled_from([0, 1, 2, 63, 64, 4096, 8192, 2**60, -1, -2, "a", ((), b"ab"), (3, b"ab")])
@@ -72,6 +75,52 @@ def test_a_line_is_a_list_whose_past_stays(changes):
     for old, content in past:
         assert list(lines.iterate(old)) == content and len(old) == len(content)
         assert all(item in old for item in content)
+
+
+@given(st.data(), st.integers(1, 5), st.sampled_from([1, 3, 6, 8, 16, 24]))
+@settings(max_examples=100, deadline=None)
+def test_recent_tokens_are_the_last_of_each_row_s_list_and_the_past_stays(data, rows, block_size):
+    recent, model, past = no_tokens(rows, block_size), [[0] * block_size for _ in range(rows)], []
+    for commit in range(data.draw(st.integers(1, 3 * block_size))):
+        count = data.draw(st.integers(0, rows))
+        taken = slice(0, count) if data.draw(st.booleans()) else np.array(range(rows)[rows - count :], np.int32)
+        recent = record(recent, taken, np.full(count, 1 + commit, np.int32), commit)
+        got = range(rows)[taken] if isinstance(taken, slice) else taken.tolist()
+        model = [[*tokens[1:], 1 + commit if row in got else None] for row, tokens in enumerate(model)]
+        past.append((recent, model, commit + 1))
+    for old, content, next_commit in past[:: max(1, block_size // 2)]:
+        wanted = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, unique=True))
+        for row, packed in zip(wanted, sampled(old, np.array(wanted), next_commit), strict=True):
+            tokens = np.frombuffer(packed, np.int32).tolist()
+            assert len(tokens) == block_size
+            assert all(want in (None, token) for want, token in zip(content[row], tokens, strict=True))
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(1, 40), st.integers(0, 12)), min_size=1, max_size=9),
+    st.integers(0, 30),
+    st.integers(1, 9),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_roster_names_the_rows_that_decode_and_who_begins_a_block(content, step, block_size):
+    used, decoding, computed, left = (np.array(column) for column in zip(*content, strict=True))
+    rows = update_rows(
+        empty_rows(len(content), block_size),
+        seq_id=np.where(used, 100 + np.arange(len(content)), -1).astype(np.int32),
+        decoding=decoding,
+        computed=computed.astype(np.int32),
+        limit=(computed + 1 + left).astype(np.int32),
+    )
+    roster = make_roster(rows, step, block_size)
+    want = [row for row, (here, decodes, _, more) in enumerate(content) if here and decodes and more]
+    assert roster.rows.tolist() == np.arange(len(content))[roster.index].tolist() == want
+    assert roster.seq_ids.tolist() == [100 + row for row in want]
+    assert roster.advance.tolist() == [int(row in want) for row in range(len(content))]
+    assert not want or roster.until == step + min(content[row][3] for row in want)
+    for ahead in range(2 * block_size):
+        first = [row for row in want if (content[row][2] + ahead) % block_size == 0]
+        found, ids = begin_block(roster, step + ahead)
+        assert found.tolist() == first and ids.tolist() == [100 + row for row in first]
 
 
 def test_doctests_hold():
