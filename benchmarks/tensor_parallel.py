@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,31 +99,35 @@ def fault(args: argparse.Namespace, folder: Path, kind: str) -> dict:
     )
 
 
-def run(args: argparse.Namespace, folder: Path) -> list[dict]:
-    """All parts; rows of results and of how the parts ended."""
-    ended, extra = [], []
+def run(args: argparse.Namespace, folder: Path) -> Iterator[dict]:
+    """All parts: a row for how each process group ended, and rows that compare groups. What the ranks measured is in
+    `rows.jsonl` of the folder."""
     parts, counts = args.parts.split(","), sorted({1, args.ranks})
+
+    def ended(part: str, ranks: int, *more: Any, **settings: Any) -> dict:
+        return dict(torchrun(part, ranks, args, folder, *more, **settings), ended=True)
+
     if "equal" in parts:
-        ended += [torchrun("equal", ranks, args, folder) for ranks in counts]
+        for ranks in counts:
+            yield ended("equal", ranks)
         if all((folder / f"logits{n}.pt").exists() for n in counts):
-            extra += compare_logits(folder, args.ranks)
+            yield from compare_logits(folder, args.ranks)
     if "reduce" in parts:
-        ended.append(torchrun("reduce", args.ranks, args, folder))
+        yield ended("reduce", args.ranks)
     if "load" in parts:
-        ended.append(torchrun("save", 1, args, folder))
-        ended += [torchrun("load", ranks, args, folder) for ranks in counts]
+        yield ended("save", 1)
+        for ranks in counts:
+            yield ended("load", ranks)
     if "fault" in parts:
-        extra += [fault(args, folder, kind) for kind in ("kill", "hang") if args.ranks > 1 or kind == "kill"]
+        for kind in ("kill", "hang") if args.ranks > 1 else ("kill",):
+            yield fault(args, folder, kind)
     if "serve" in parts:
         for ranks in counts:
-            ended.append(torchrun("serve", ranks, args, folder, {"FNLLM_ALL_REDUCE": "group"}))
+            yield ended("serve", ranks, {"FNLLM_ALL_REDUCE": "group"})
         if args.ranks == 1:
-            ended.append(torchrun("serve", 1, args, folder, one_rank_group=True))
+            yield ended("serve", 1, one_rank_group=True)
         elif not args.cpu:
-            ended.append(torchrun("serve", args.ranks, args, folder, {"FNLLM_ALL_REDUCE": "one_shot"}))
-    file = folder / "rows.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return [*rows, *extra, *(dict(row, ended=True) for row in ended)]
+            yield ended("serve", args.ranks, {"FNLLM_ALL_REDUCE": "one_shot"})
 
 
 def table(rows: list[dict], ranks: int) -> str:
@@ -159,13 +164,17 @@ def main() -> None:
     args = parser.parse_args()
     args.size = args.size or ("tiny" if args.cpu else "8b")
     args.load_size = args.load_size or ("tiny" if args.cpu else "0.6b")
-    with tempfile.TemporaryDirectory() as name:
-        rows = run(args, Path(name))
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    header = dict(commit=commit, date=time.strftime("%Y-%m-%d"), ranks=args.ranks)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(
-        json.dumps(dict(commit=commit, date=time.strftime("%Y-%m-%d"), ranks=args.ranks, rows=rows), indent=1) + "\n"
-    )
+    rows: list[dict] = []
+    with tempfile.TemporaryDirectory() as name:
+        found, file = [], Path(name) / "rows.jsonl"
+        for row in run(args, Path(name)):
+            found.append(row)
+            measured = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+            rows = [*measured, *found]
+            args.out.write_text(json.dumps(dict(header, rows=rows), indent=1) + "\n")  # kept as they come
     print(table(rows, args.ranks))
     for row in rows:
         if row.get("ended") and row["status"]:

@@ -18,6 +18,7 @@ from workloads import config_dict, measure
 import fnllm
 import fnllm.engines
 import fnllm_weights
+from fnllm.decode_layer import HEAD_DIMS
 from fnllm.distributed import join, launched, local_device, world
 from fnllm.one_shot import one_shot_tp
 from fnllm.rope import make_rope
@@ -78,6 +79,8 @@ def equal(s: SimpleNamespace) -> None:
         for dtype in ("float32", "bfloat16"):
             params = params if dtype == "float32" else fnllm.load(folder, dtype=dtype, device=s.device)
             kept[folder.name, dtype] = logits_of(params, cases[-1]["prompt"] + cases[-1]["greedy"])
+        if params.config.head_dim not in HEAD_DIMS:
+            continue
         # One sequence in bfloat16 on a GPU takes the fused decode layers.
         alone = fnllm.generate(params, [cases[-1]["prompt"]], replace(sampling, logprobs=0), **settings)[0]
         kept[folder.name, "alone"] = (list(alone.token_ids), [entry.logprob for entry in alone.logprobs])
