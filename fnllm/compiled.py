@@ -30,6 +30,10 @@ class Bucket(NamedTuple):
     captured: int | None  # tokens whose activations leave the step
     max_context: int  # no sequence is longer
 
+    @property
+    def name(self) -> str:
+        return f"decode of {self.entries}" if self.tokens is None else f"prefill of {self.tokens} tokens"
+
 
 class HostInputs(NamedTuple):
     """A step's inputs as numpy arrays, padded to their bucket."""
@@ -118,7 +122,13 @@ class StepRunner:
         bucket = Bucket(len(host.row), tokens, captured_tokens, max_context)
         if not capture or self.mode not in ("graphs", "reduce-overhead"):
             inputs = StepInputs(*(None if x is None else self.upload(x) for x in host))
-            return self.function(bucket)(tree, self.resident, inputs)
+            if self.mode not in TRACED_MODES:
+                return self.function(bucket)(tree, self.resident, inputs)
+            made, began = graphs_traced(), time.perf_counter()
+            output = self.function(bucket)(tree, self.resident, inputs)
+            if graphs_traced() != made:
+                self.report(f"compiled {bucket.name} in {time.perf_counter() - began:.1f} s")
+            return output
         captured = self.graphs.get(bucket)
         if captured is None or not same_storage(captured.tree, tree):
             captured = self.graphs[bucket] = self.capture(tree, host, bucket)
@@ -174,12 +184,16 @@ class StepRunner:
         # In another mode the thread in which NCCL looks after earlier collectives would end the capture.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             output = run(tree, self.resident, inputs)
-        name = f"decode of {bucket.entries}" if bucket.tokens is None else f"prefill of {bucket.tokens} tokens"
-        self.report(f"captured {name} in {time.perf_counter() - began:.1f} s")
+        self.report(f"captured {bucket.name} in {time.perf_counter() - began:.1f} s")
         found = Captured(graph, inputs, None, output, tree)
         # At the program's end too, where NCCL waits for every graph that holds its collectives.
         weakref.finalize(found, graph.reset)
         return found
+
+
+def graphs_traced() -> int:
+    """How many graphs torch.compile has made in this process; asking loads the compiler."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def padding_like(host: HostInputs, rows: Rows) -> HostInputs:
