@@ -65,6 +65,18 @@ def test_weights_written_in_place_trace_nothing_more(params, counter):
     assert counts[0] > 0 and counts == counts[:1] * 3
 
 
+def test_weights_of_a_second_model_have_fixed_sizes(monkeypatch):
+    torch._dynamo.reset()
+    counter, real = torch._dynamo.testing.CompileCounterWithBackend("eager"), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, **{**options, "backend": counter}))
+    for name in ("qwen3-odd", "qwen3-tiny"):  # of widths 36 and 48
+        call(fnllm.load(ORACLE / name, device="cpu"), compile="inductor")
+    for graph in counter.graphs:
+        inputs = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+        widths = [x.shape for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        assert widths and all(isinstance(size, int) for shape in widths for size in shape)
+
+
 def test_a_swap_costs_one_step_more_and_leaves_the_plain_one_alone(params, counter):
     swaps = example("swap_layers")
     options = {"compile": "inductor", "prefix_cache": False}
