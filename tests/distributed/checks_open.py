@@ -119,7 +119,7 @@ def shapes(config: fnllm.ModelConfig) -> dict[str, tuple[int, ...]]:
     return {"layers.1.q": q, "layers.0.k": kv, "layers.2.v": kv, "logits": (config.vocab_size,)}
 
 
-def on_one_rank(size: int) -> dict:
+def on_one_rank() -> dict:
     return {(name, cache): all_of(name, prefix_cache=cache) for name in NAMES for cache in (True, False)}
 
 
