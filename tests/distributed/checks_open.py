@@ -74,18 +74,18 @@ def plain_and_swapped(params: fnllm.Params, **options) -> list:
 
 
 def states(params: fnllm.Params, **options) -> list:
-    """A log with forks and cuts, replayed in two pieces around another call; a snapshot continued after both."""
+    """A log with forks and cuts, its second half replayed twice from a snapshot, between them others on its blocks."""
     event = fnllm.event
     edit = fnllm.steer("layers.1.resid_post", vector(params.config.hidden_size, 1), 0.5)
     log = [
-        event("add", PROMPTS[0], WARM, seed=3), event("add", PROMPTS[1], GREEDY, edits=()), *[event("step")] * 4,
+        event("add", PROMPTS[0], WARM, seed=3), event("add", PROMPTS[1], WARM, edits=()), *[event("step")] * 4,
         event("fork", 0, seed=9), event("fork", 1), *[event("step")] * 2, event("truncate", 1, 5),
         event("append", 1, [50, 51], max_tokens=4), event("finish", 0, "stop"), *[event("step")] * 9,
     ]  # fmt: skip
     engine = fnllm.engine(params, edits=[edit], **SIZES, **options)
     kept, _ = fnllm.replay(engine, log[:8])
     first, _ = fnllm.replay(engine, log[8:], kept)
-    fnllm.generate(params, PROMPTS, GREEDY, **SIZES, **options)  # writes over their blocks
+    fnllm.replay(engine, [*[event("add", prompt, WARM) for prompt in PROMPTS], *[event("step")] * 6])
     again, _ = fnllm.replay(engine, log[8:], kept)
     whole, _ = fnllm.replay(engine, log)
     return [
