@@ -1,5 +1,7 @@
 """The open step under torch.compile: what is traced, how often, and that values are the eager ones."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -17,9 +19,17 @@ SITE = "layers.1.resid_post"
 
 @pytest.fixture
 def params():
+    """Two of the checkpoint's layers, which show all that more would."""
     torch.set_num_threads(1)
     torch._dynamo.reset()
-    return fnllm.load(ORACLE / "qwen3-tiny", device="cpu")
+    whole = fnllm.load(ORACLE / "qwen3-tiny", device="cpu")
+    config = replace(
+        whole.config,
+        num_hidden_layers=2,
+        sliding_window=whole.config.sliding_window[:2],
+        sparse_layers=whole.config.sparse_layers[:2],
+    )
+    return whole._replace(config=config, tree={**whole.tree, "layers": whole.tree["layers"][:2]})
 
 
 @pytest.fixture
@@ -120,7 +130,7 @@ def test_a_function_that_cannot_be_traced_is_named(params):
 
 @pytest.mark.slow
 def test_edits_and_captures_through_inductor(params):
-    edits = [[fnllm.steer(SITE, vector(1))], None, [fnllm.ablate("layers.2.resid_mid", vector(2))]]
+    edits = [[fnllm.steer(SITE, vector(1))], None, [fnllm.ablate("layers.0.resid_mid", vector(2))]]
     capture = [None, fnllm.Capture(("layers.*.resid_post", "layers.0.q", "logits")), fnllm.Capture(SITE, "output")]
     compiled, eager = call(params, edits, capture, compile="inductor"), call(params, edits, capture)
     for a, b in zip(compiled, eager, strict=True):
