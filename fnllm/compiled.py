@@ -148,9 +148,11 @@ class StepRunner:
                 )
 
             if self.mode in TRACED_MODES:
-                # a code object of its own, since torch.compile counts recompilations by it
+                # A code object of its own, since torch.compile counts recompilations by it. Sizes are dynamic where
+                # `upload` marks them and nowhere else: torch would take those that differ from another model's for
+                # changing ones, since it knows them by the line of code.
                 own = types.FunctionType(run.__code__.replace(), run.__globals__, "step", None, run.__closure__)
-                run = torch.compile(own, fullgraph=True, dynamic=None)
+                run = torch.compile(own, fullgraph=True, dynamic=False)
             self.compiled[kind] = run
         return self.compiled[kind]
 

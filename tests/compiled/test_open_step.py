@@ -1,5 +1,7 @@
 """The open step under torch.compile: what is traced, how often, and that values are the eager ones."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -17,9 +19,17 @@ SITE = "layers.1.resid_post"
 
 @pytest.fixture
 def params():
+    """Two of the checkpoint's layers, which show all that more would."""
     torch.set_num_threads(1)
     torch._dynamo.reset()
-    return fnllm.load(ORACLE / "qwen3-tiny", device="cpu")
+    whole = fnllm.load(ORACLE / "qwen3-tiny", device="cpu")
+    config = replace(
+        whole.config,
+        num_hidden_layers=2,
+        sliding_window=whole.config.sliding_window[:2],
+        sparse_layers=whole.config.sparse_layers[:2],
+    )
+    return whole._replace(config=config, tree={**whole.tree, "layers": whole.tree["layers"][:2]})
 
 
 @pytest.fixture
@@ -65,6 +75,18 @@ def test_weights_written_in_place_trace_nothing_more(params, counter):
     assert counts[0] > 0 and counts == counts[:1] * 3
 
 
+def test_weights_of_a_second_model_have_fixed_sizes(monkeypatch):
+    torch._dynamo.reset()
+    counter, real = torch._dynamo.testing.CompileCounterWithBackend("eager"), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, **{**options, "backend": counter}))
+    for name in ("qwen3-odd", "qwen3-tiny"):  # of widths 36 and 48
+        call(fnllm.load(ORACLE / name, device="cpu"), compile="inductor")
+    for graph in counter.graphs:
+        inputs = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+        widths = [x.shape for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        assert widths and all(isinstance(size, int) for shape in widths for size in shape)
+
+
 def test_a_swap_costs_one_step_more_and_leaves_the_plain_one_alone(params, counter):
     swaps = example("swap_layers")
     options = {"compile": "inductor", "prefix_cache": False}
@@ -108,7 +130,7 @@ def test_a_function_that_cannot_be_traced_is_named(params):
 
 @pytest.mark.slow
 def test_edits_and_captures_through_inductor(params):
-    edits = [[fnllm.steer(SITE, vector(1))], None, [fnllm.ablate("layers.2.resid_mid", vector(2))]]
+    edits = [[fnllm.steer(SITE, vector(1))], None, [fnllm.ablate("layers.0.resid_mid", vector(2))]]
     capture = [None, fnllm.Capture(("layers.*.resid_post", "layers.0.q", "logits")), fnllm.Capture(SITE, "output")]
     compiled, eager = call(params, edits, capture, compile="inductor"), call(params, edits, capture)
     for a, b in zip(compiled, eager, strict=True):

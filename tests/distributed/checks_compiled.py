@@ -1,23 +1,118 @@
-"""What two ranks check of the compiled step: its tokens are those of one rank's eager step."""
+"""What two ranks check of the compiled step: it gives what one rank's eager step gives.
 
+Through Inductor, as users run it, go a checkpoint of uneven heads, and one of windows and biases with edits, captures
+and other layers. All checkpoints, and the open step in its other forms, are traced in the same way, and the graph runs
+as torch's own operations: code generation would take each rank half a minute of every checkpoint.
+FNLLM_TEST_INDUCTOR=all sends everything through Inductor.
+"""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+
+import pytest
+import torch
 
 import fnllm
 
-ORACLE = Path(__file__).parents[1] / "oracle"
-PROMPTS = [[24, 3, 8], [97, 128, 112]]  # of one length, so that each kind of step is compiled for one size
-SAMPLING = fnllm.Sampling(temperature=0, max_tokens=20, ignore_eos=True)
+sys.path.append(str(Path(__file__).parent))
+
+import checks_equal
+import checks_open
+from checks_equal import CHECKPOINTS, DETAILED, ORACLE, cases_of, greedy, tight
+
+INDUCTOR = CHECKPOINTS if os.environ.get("FNLLM_TEST_INDUCTOR") == "all" else ("qwen3-odd",)
+PROMPTS = [[24, 3, 8, 5, 9, 11, 97], [24, 3, 8, 5, 9, 64, 2]]  # of one length, so that few sizes are compiled
+SAMPLING = fnllm.Sampling(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+SIZES = {"num_blocks": 32, "max_num_seqs": 4, "block_size": 4, "max_chunk": 5}
 
 
-def tokens(compile: str) -> list[tuple[int, ...]]:
+@contextlib.contextmanager
+def without_code_generation() -> Iterator[None]:
+    """torch.compile traces, and runs the graph as it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        if INDUCTOR != CHECKPOINTS:
+            patch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+        yield
+
+
+def short(name: str, compile: str) -> list:
+    """Two prompts in chunks, twice: the second time their first block is cached."""
+    params = fnllm.load(ORACLE / name)
+    outs = [fnllm.generate(params, PROMPTS, SAMPLING, compile=compile, **SIZES) for _ in range(2)]
+    return [(c.token_ids, c.cached_tokens, logprobs_of([c])) for some in outs for c in some]
+
+
+def crowded(name: str, compile: str) -> list:
+    """The checkpoint's own prompts in chunks, in a pool that holds hardly more than the longest, twice."""
+    params = fnllm.load(ORACLE / name)
+    cases = cases_of(json.loads((ORACLE / name / "golden.json").read_text()))
+    prompts, sampling = [case["prompt"] for case in cases], replace(greedy(), logprobs=2)
+    outs = [fnllm.generate(params, prompts, sampling, compile=compile, **tight(cases)) for _ in range(2)]
+    (machine,) = params.workspace.values()
+    preemptions = machine.idle.scheduler.counters.preemptions
+    return [*map(checks_equal.outcome, outs), preemptions, *map(logprobs_of, outs)]
+
+
+def logprobs_of(completions: list[fnllm.Completion]) -> torch.Tensor:
+    return torch.tensor([entry.logprob for c in completions for entry in c.logprobs])
+
+
+def opened(compile: str, prefix_cache: bool) -> list:
     params = fnllm.load(ORACLE / "qwen3-odd")
-    options = {"compile": compile, "num_blocks": 32, "max_num_seqs": 4, "block_size": 4}
-    return [c.token_ids for c in fnllm.generate(params, PROMPTS, SAMPLING, **options)]
+    options = {"compile": compile, "prefix_cache": prefix_cache}
+    return [checks_open.captured(params, **options), checks_open.states(params, **options)]
 
 
-def on_one_rank(size: int) -> list:
-    return tokens("none")
+def mixed(compile: str) -> list:
+    """Captures, edits and other layers in one step, of a checkpoint with windows and biases."""
+    params = fnllm.load(ORACLE / "qwen2-window")
+    edits = [fnllm.steer("layers.1.resid_post", checks_open.vector(params.config.hidden_size, 1))]
+    outs = fnllm.generate(
+        params, PROMPTS, SAMPLING, edits=[edits, None], capture=["layers.1.q", ("layers.2.v", "logits")],
+        layers=checks_open.swapped(), compile=compile, **SIZES,
+    )  # fmt: skip
+    return [(c.token_ids, c.captured_at, c.captured) for c in outs]
 
 
-def check_fault_76_compiled_ranks_give_the_tokens_of_one_eager_rank(expected: list) -> None:
-    assert tokens("inductor") == expected
+def on_one_rank() -> dict:
+    return {
+        "short": {name: short(name, "none") for name in CHECKPOINTS},
+        "mixed": mixed("none"),
+        "crowded": {name: crowded(name, "none") for name in DETAILED},
+        "opened": {cache: opened("none", cache) for cache in (True, False)},
+    }
+
+
+def check_fault_76_compiled_ranks_give_the_tokens_of_one_eager_rank(expected: dict) -> None:
+    for name in INDUCTOR:
+        checks_open.expect(short(name, "inductor"), expected["short"][name], name)
+
+
+def check_captures_edits_and_swaps_through_inductor(expected: dict) -> None:
+    checks_open.expect(mixed("inductor"), expected["mixed"])
+
+
+def check_every_checkpoint_in_chunks_and_over_cached_prefixes(expected: dict) -> None:
+    with without_code_generation():
+        for name, one in expected["short"].items():
+            checks_open.expect(short(name, "inductor"), one, name)
+            assert [cached for _, cached, _ in one] == [0, 0, 4, 4], name
+
+
+def check_preemption_in_a_crowded_pool(expected: dict) -> None:
+    with without_code_generation():
+        for name, one in expected["crowded"].items():
+            checks_open.expect(crowded(name, "inductor"), one, name)
+            assert one[2] > 0, name
+
+
+def check_the_open_step_with_and_without_prefix_cache(expected: dict) -> None:
+    with without_code_generation():
+        for cache, one in expected["opened"].items():
+            checks_open.expect(opened("inductor", cache), one, f"prefix cache {cache}")

@@ -105,7 +105,7 @@ def run_all(name: str, goldens: dict) -> dict:
     }
 
 
-def on_one_rank(size: int) -> dict:
+def on_one_rank() -> dict:
     goldens = {name: json.loads((ORACLE / name / "golden.json").read_text()) for name in CHECKPOINTS}
     return {"goldens": goldens, "one": {name: run_all(name, goldens) for name in CHECKPOINTS}}
 

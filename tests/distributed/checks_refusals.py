@@ -16,7 +16,7 @@ PROMPTS = [[3, 1, 4], [1, 5]]
 SAMPLING = fnllm.Sampling(temperature=0, max_tokens=3)
 
 
-def on_one_rank(size: int) -> None:
+def on_one_rank() -> None:
     return None
 
 

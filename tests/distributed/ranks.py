@@ -1,7 +1,8 @@
-"""Runs every check of some files on N ranks: python ranks.py SIZE RESULTS_FOLDER CHECKS_FILE...
+"""Runs every check of some files on N ranks: python ranks.py SIZE RESULTS_FOLDER EXPECTED_FOLDER CHECKS_FILE...
 
-One process imports everything; its forked copies are first the one rank that computes what to expect, then the N ranks,
-joined over gloo as under torchrun. Each rank writes what became of its checks into a file of its own.
+One process imports everything; its forked copies are first the one rank that computes what to expect, unless the folder
+has it from another number of ranks, then the N ranks, joined over gloo as under torchrun. Each rank writes what became
+of its checks into a file of its own.
 """
 
 import importlib.util
@@ -22,12 +23,14 @@ import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
 
 
-def main(size: int, folder: Path, files: list[str]) -> int:
+def main(size: int, folder: Path, known: Path, files: list[str]) -> int:
     modules = [load_module(Path(__file__).with_name(file)) for file in files]
     # In a process of its own: once torch has run threads, copies of the process cannot.
     if os.fork() == 0:
         torch.set_num_threads(1)
-        torch.save([module.on_one_rank(size) for module in modules], folder / "expected.pt")
+        for module in modules:
+            if not (known / f"{module.__name__}.pt").exists():
+                torch.save(module.on_one_rank(), known / f"{module.__name__}.pt")
         os._exit(0)
     if os.wait()[1]:
         return 1
@@ -37,7 +40,8 @@ def main(size: int, folder: Path, files: list[str]) -> int:
         child = os.fork()
         if child == 0:
             become(rank, size, int(os.read(reader, 5)))
-            run_checks(modules, torch.load(folder / "expected.pt", weights_only=False), rank, folder)
+            expected = [torch.load(known / f"{module.__name__}.pt", weights_only=False) for module in modules]
+            run_checks(modules, expected, rank, folder)
         children.append(child)
     # As torchrun does, the parent keeps the store through which the ranks find each other, on a port that is free.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -85,4 +89,4 @@ def names(module) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))
+    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]))

@@ -11,7 +11,7 @@ import pytest
 
 HERE = Path(__file__).parent
 GROUPS = {
-    (2, False): ("checks_equal.py", "checks_refusals.py"),
+    (2, False): ("checks_equal.py", "checks_open.py", "checks_refusals.py"),
     (3, False): ("checks_equal.py",),
     (4, False): ("checks_equal.py",),
     (2, True): ("checks_compiled.py",),
@@ -21,7 +21,7 @@ GROUPS = {
 def run_group(size: int, files: tuple[str, ...], folder: Path) -> list[dict]:
     """What each rank wrote of each check."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FNLLM_TIMEOUT_S": "300"}
-    command = [sys.executable, str(HERE / "ranks.py"), str(size), str(folder), *files]
+    command = [sys.executable, str(HERE / "ranks.py"), str(size), str(folder), str(folder.parent), *files]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     print(done.stdout)
     written = [folder / f"rank{rank}.json" for rank in range(size)]
