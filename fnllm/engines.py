@@ -20,6 +20,7 @@ from fnllm.capture import (
 )
 from fnllm.distributed import world
 from fnllm.edits import Edit, channels_of, edit_key, placed
+from fnllm.failures import any_failed, failures
 from fnllm.layers import Layers
 from fnllm.machine import Job, Machine, Variant, looks_back
 from fnllm.options import EngineOptions, resolve
@@ -27,7 +28,7 @@ from fnllm.prompts import check_ids
 from fnllm.readback import Readback, read_back
 from fnllm.sampler import child_seed, features_of
 from fnllm.sampling import Sampling
-from fnllm.scheduler import Events, Plan, Request, SchedulerConfig
+from fnllm.scheduler import Events, Finished, Plan, Request, SchedulerConfig
 from fnllm.state import State
 from fnllm.tensor_parallel import TensorParallel
 from fnllm_weights import Params
@@ -48,6 +49,7 @@ class StepEvents(NamedTuple):
     plan: Plan
     results: Readback
     captured: tuple[CapturedRows, ...] = ()  # whose the rows of `results.captured` are
+    failed: tuple[tuple[int, Exception], ...] = ()  # sequences that ended with reason "error", for want of a token
 
 
 class Engine:
@@ -97,12 +99,14 @@ class Engine:
         """A request for `add`. `sample` is the number of this copy among a prompt's n; `cache_tag` keeps requests apart
         in the prefix cache that must not share blocks. `edits` and `capture`, out of what the engine was built for, are
         the engine's own when None. `version` spares looking at every weight again: what `machine.version_of` just said.
-        Raises ValueError for others.
+        Raises ValueError for others, and TypeError or ValueError for a logits_fn that returns no logits.
         """
         config = self.params.config
         prompt = check_ids("prompt", tuple(prompt), config.vocab_size)
         edits = self.edits if edits is None else tuple(edits)
         placed(edits, self.variant.edits)
+        if sampling.logits_fn is not None:
+            self.machine.try_logits_fn(sampling.logits_fn)
         capture = self.capture if capture is None else expand(config, as_capture(capture))
         if missing := set(capture.sites) - set(self.variant.capture):
             raise ValueError(
@@ -164,11 +168,27 @@ class Engine:
         return replace(state, scheduler=planned, clock=self.machine.clock), Flight(plan, results, owners)
 
     def collect(self, state: State, flight: Flight) -> tuple[State, StepEvents]:
-        """Wait for a launched step and take its tokens into the state."""
+        """Wait for a launched step and take its tokens into the state.
+
+        A sequence whose logits leave nothing to draw ends there with reason "error", and `failed` says why.
+        """
         with self.machine.watch:
             ids = flight.results.wait()[: len(flight.plan.rows)].astype(np.int32)
-        committed, events = scheduler.commit(state.scheduler, flight.plan, ids)
-        return replace(state, scheduler=committed), StepEvents(events, flight.plan, flight.results, flight.captured)
+        planned, failed = state.scheduler, ()
+        wrong = any_failed(ids, self.params.config.vocab_size)
+        if wrong:
+            failed = failures(planned, flight.plan, ids, self.params.config.vocab_size)
+            for seq_id, _ in failed:
+                planned = scheduler.finish(planned, seq_id, "error")
+            ids = np.where(ids.view(np.uint32) < self.params.config.vocab_size, ids, 0)  # nobody waits for these
+        planned, events = scheduler.commit(planned, flight.plan, ids)
+        if wrong:
+            planned = scheduler.invalidate(planned, self.machine.clean())
+            errors = (Finished(seq_id, "error", None) for seq_id, _ in failed)
+            events = replace(events, finished=(*events.finished, *errors))
+            state = replace(state, clock=self.machine.clock)
+        step = StepEvents(events, flight.plan, flight.results, flight.captured, failed)
+        return replace(state, scheduler=planned), step
 
     def recover(self, state: State) -> State:
         """Continue a state that the machine has left since: blocks others wrote are forgotten and computed anew."""

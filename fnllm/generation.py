@@ -44,8 +44,9 @@ def generate(
     `Completion.captured`: sites or a `Capture` for all prompts, or a list with a `Capture` or None for each. `seed`
     makes the whole call repeatable (requests with a seed of their own always are). Under torchrun every rank makes the
     same call and gets the same completions; calls that differ are refused on all of them. `chat` are options of the
-    chat template. With errors="return" a refused request's completion carries its error and the others run. `options`
-    are those of `EngineOptions`. Raises TypeError or ValueError that names the argument, before anything runs.
+    chat template. With errors="return" a request that is refused, or whose logits turn to NaN or leave nothing to draw,
+    has a completion that carries its error, and the others run. `options` are those of `EngineOptions`. Raises
+    TypeError or ValueError that names the argument, before anything runs, and FloatingPointError for logits of NaN.
     """
     done: dict[tuple[int, int], Completion] = {}
     for chunk in serve(params, prompts, sampling, layers, edits, capture, seed, chat, errors, progress, False, options):
@@ -151,7 +152,7 @@ def serve(
             )
         )
     shown = params.shard.rank == 0 and (is_terminal() if progress is None else progress)
-    return run(worker, state, tracks, refused, chosen, shown)
+    return run(worker, state, tracks, refused, chosen, errors, shown)
 
 
 def run(
@@ -160,6 +161,7 @@ def run(
     tracks: dict[int, Track],
     refused: Sequence[Chunk],
     edits: Sequence[Sequence[Edit]],
+    errors: str,
     shown: bool,
 ) -> Iterator[Chunk]:
     """Step until every track has ended; however that ends, the state behind it serves the next call."""
@@ -185,7 +187,10 @@ def run(
                 state, chunks = absorb(state, step, tracks, time.perf_counter())
                 if meter is not None:
                     meter.step(step.plan, left=len(tracks))
-                yield from chunks
+                for chunk in chunks:
+                    if errors == "raise" and chunk.completion is not None and chunk.completion.error is not None:
+                        raise chunk.completion.error
+                    yield chunk
             elif flight is None:
                 raise RuntimeError(f"the scheduler has {len(tracks)} requests and no step for them")
     finally:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fnllm.cache import allocate, block_bytes, blocks_that_fit
+from fnllm.cache import allocate, block_bytes, blocks_that_fit, zero_broken_blocks
 from fnllm.capture import NOTHING, Capture
 from fnllm.compiled import TRACED_MODES, HostInputs, Resident, StepRunner, ladder, round_up
 from fnllm.distributed import least
@@ -25,7 +25,7 @@ from fnllm.state import State
 from fnllm.step import StepOutput, StepSpec
 from fnllm.taps import Choice
 from fnllm.tensor_parallel import TensorParallel
-from fnllm.trial import try_step
+from fnllm.trial import try_logits_fn, try_step
 from fnllm.watch import watch
 from fnllm_kernels.attention import default_backend
 from fnllm_kernels.kv_store import copy_blocks
@@ -75,7 +75,7 @@ class Machine:
         self.resident = Resident(cache, rows, make_rope(params.config, self.device))
         self.runners: dict[StepSpec, StepRunner] = {}
         self.last_runner: tuple[Variant | None, SamplerFeatures | None, StepRunner | None] = (None, None, None)
-        self.tried: set[Variant] = set()  # whose functions have passed a trial
+        self.tried: set[Any] = set()  # variants whose functions, and logits_fns that, have passed a trial
         self.choices: dict[tuple[Channel, ...], tuple[Choice, ...]] = {(): ()}  # of each row, for each set of channels
         self.features: list[SamplerFeatures] = [SamplerFeatures()] * options.max_num_seqs  # of each row
         self.batch_rows, self.batch_features = np.zeros(0, np.int32), SamplerFeatures()
@@ -157,6 +157,15 @@ class Machine:
                 params.tree, inputs, max_context=max_context, capture=capture
             )
 
+    def clean(self) -> list[int]:
+        """Zero the blocks that hold NaN or infinity, and say which they were: they are lost to every state."""
+        used = torch.from_numpy(np.flatnonzero(self.written)).to(self.device)
+        found = zero_broken_blocks(self.resident.cache, used, self.tp.all_reduce_max)
+        if found:
+            self.clock += 1
+            self.written[found] = self.clock
+        return found
+
     def apply(self, plan: Plan, job_of: Callable[[int], Job], channels: tuple[Channel, ...]) -> None:
         """Bring cache and rows to where the plan starts: block copies, joining rows, grown block tables."""
         source, target = plan.copies
@@ -205,6 +214,13 @@ class Machine:
             sampler,
             [job.tokens if looks_back(job.sampling) else () for job in jobs],
         )
+
+    def try_logits_fn(self, function: Callable) -> None:
+        """Refuse a logits_fn that returns no logits, before a request with it is queued."""
+        if function not in self.tried:
+            wide, traced = torch.promote_types(self.dtype, torch.float32), self.options.compile in TRACED_MODES
+            try_logits_fn(function, self.config.vocab_size, wide, self.device, traced=traced)
+            self.tried.add(function)
 
     def choices_of(self, channels: tuple[Channel, ...]) -> tuple[Choice, ...]:
         """The rows' choices among these channels."""

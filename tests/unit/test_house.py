@@ -21,7 +21,7 @@ SOURCES = sorted(path for folder in PACKAGES.values() for path in folder.rglob("
 LAYERS = """
     fingerprint completion sampling packed_attention rope tensor_parallel edits scheduler cache
     one_shot capture taps sampler text prompts progress
-    distributed batch state
+    distributed batch state failures
     loading watch context rows
     layers
     decode_layer numerics
