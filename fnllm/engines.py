@@ -247,7 +247,9 @@ def machine_for(
         expand(params.config, Capture(channel.site))
     tp = tp or world(params.shard)
     workspace = {} if params.workspace is None else params.workspace
-    key = (wanted, tp)
+    weight = params.tree["embed"]
+    num_ids = None if params.tokenizer is None else params.tokenizer.num_ids
+    key = (wanted, tp, params.config, params.shard, weight.dtype, weight.device, num_ids)
     if key not in workspace:
         resolved = resolve(wanted, params.config, params.tree["embed"].device.type == "cuda")
         workspace[key] = Machine(params, resolved, tp, report or (say if tp.rank == 0 else quiet))

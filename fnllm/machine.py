@@ -218,8 +218,8 @@ class Machine:
     def try_logits_fn(self, function: Callable) -> None:
         """Refuse a logits_fn that returns no logits, before a request with it is queued."""
         if function not in self.tried:
-            wide, traced = torch.promote_types(self.dtype, torch.float32), self.options.compile in TRACED_MODES
-            try_logits_fn(function, self.config.vocab_size, wide, self.device, traced=traced)
+            traced = self.options.compile in TRACED_MODES
+            try_logits_fn(function, self.config.vocab_size, self.device, traced=traced)
             self.tried.add(function)
 
     def choices_of(self, channels: tuple[Channel, ...]) -> tuple[Choice, ...]:

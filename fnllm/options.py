@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from fnllm.compiled import COMPILE_MODES
 from fnllm.numerics import BACKEND, check_numerics
+from fnllm.rope import context_limit
 from fnllm.sampling import named_options
 from fnllm_weights import ModelConfig
 
@@ -51,7 +52,17 @@ class EngineOptions:
 
 
 def resolve(options: EngineOptions, config: ModelConfig, on_gpu: bool) -> EngineOptions:
-    """The options with every size but `num_blocks` and `attention` decided."""
+    """The options with every size but `num_blocks` and `attention` decided.
+
+    Raises ValueError for a `max_model_len` beyond the positions that the model was made for.
+    """
+    limit = context_limit(config)
+    if limit is not None and (options.max_model_len or 0) > limit:
+        raise ValueError(
+            f"max_model_len={options.max_model_len} is more than the {limit} positions this model was made for "
+            f"(max_position_embeddings={config.max_position_embeddings}, rope scaling {config.rope.rope_type!r}); "
+            f"beyond them its text falls apart: use {limit} or less, or a config with a rope scaling that reaches it"
+        )
     block_size = options.block_size or (128 if on_gpu else 16)
     invariant = options.numerics == "batch_invariant"
     fastest = "none" if not on_gpu else "graphs" if invariant else "reduce-overhead"

@@ -60,6 +60,19 @@ def make_rope(config: ModelConfig, device: str | torch.device = "cpu") -> Rope:
     )
 
 
+def context_limit(config: ModelConfig) -> int | None:
+    """Tokens that the positions of a model were made for; None for dynamic scaling, which stretches as it goes.
+
+    `max_position_embeddings`, which linear and YaRN scalings stretch by their factor unless the config has done so.
+    """
+    rope, given = config.rope, config.max_position_embeddings
+    if rope.rope_type == "dynamic":
+        return None
+    if rope.rope_type in ("linear", "yarn") and rope.factor is not None:
+        return max(given, int((rope.original_max_position_embeddings or given) * rope.factor))
+    return given
+
+
 def rope_tables(
     rope: Rope, positions: Int[Tensor, " T"], lengths: Int[Tensor, " T"]
 ) -> tuple[Float32[Tensor, "T half_D"], Float32[Tensor, "T half_D"]]:

@@ -46,10 +46,10 @@ def try_step(tree: dict, resident: Resident, spec: StepSpec, *, traced: bool) ->
 
 
 def try_logits_fn(
-    function: Callable[..., Any], vocab_size: int, dtype: torch.dtype, device: torch.device, *, traced: bool
+    function: Callable[..., Any], vocab_size: int, device: torch.device, *, traced: bool
 ) -> None:
     """Call a request's logits_fn on some logits and a history of one token each; raises as `try_step`."""
-    logits = torch.linspace(-4, 4, TOKENS * vocab_size, dtype=dtype, device=device).view(TOKENS, vocab_size)
+    logits = torch.linspace(-4, 4, TOKENS * vocab_size, dtype=torch.float32, device=device).view(TOKENS, vocab_size)
     try:
         inspect.signature(function).bind(None, None)
     except TypeError as error:

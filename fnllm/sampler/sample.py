@@ -71,7 +71,9 @@ def sample(
     broken = has_no_maximum(logits, valid)
     # Log-probabilities are those of the model's whole vocabulary, which scoring sees, too.
     raw = masked_logits(logits, vocab_start, width)
-    drawable = raw if width == vocab_limit else masked_logits(raw, vocab_start, vocab_limit)
+    if logits.dtype == torch.float64:  # log-probabilities keep their digits; draws and their filters are of float32
+        logits = logits.float()
+    drawable = raw.float() if width == vocab_limit else masked_logits(raw.float(), vocab_start, vocab_limit)
     adjusted = drawable
     if features.logits_fns:
         adjusted = _apply_logits_fns(drawable, rows, history, features, vocab_start, width, tp)

@@ -18,8 +18,8 @@ LEAST_DRAWN = -0x7F800000 * 2**32  # no key of a finite score is below
 
 
 def sortable(x: Float[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
-    """int32 keys in the order of float32 `x`, which must not hold NaN; -0.0 and 0.0 get the same key."""
-    bits = torch.where(x == 0, 0.0, x).view(torch.int32)
+    """int32 keys in the order of `x` as float32, which must not hold NaN; -0.0 and 0.0 get the same key."""
+    bits = torch.where(x == 0, 0.0, x).float().view(torch.int32)
     # Negative floats grow in magnitude with their bits: turn their order round, keep the sign.
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 

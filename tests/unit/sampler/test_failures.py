@@ -73,3 +73,18 @@ def test_a_logits_fn_that_makes_nan_or_forbids_all_fails_its_rows_alone():
     sizes = {"vocab_limit": 9, "vocab_size": 11}
     out = sample(logits, rows, torch.arange(3), features=features, history=empty_history(3, 2), **sizes)
     assert out.ids.tolist() == [int(logits[0, :9].argmax()), NAN_ID, NOTHING_ID]
+
+
+@pytest.mark.parametrize("features", [FILTERS, EVERYTHING], ids=["filters", "all"])
+def test_float64_logits_draw_as_float32_ones_and_keep_their_digits_in_log_probabilities(features):
+    torch.manual_seed(3)
+    logits = torch.randn(40, 30)
+    rows = default_rows(40, features=features)._replace(
+        temperature=torch.full((40,), 0.8), top_p=torch.full((40,), 0.5), seed=torch.arange(40)
+    )
+    options = {"features": features, "vocab_limit": 28, "vocab_size": 30, "history": empty_history(40, 2)}
+    single, double = (sample(z, rows, torch.arange(40), **options) for z in (logits, logits.double()))
+    assert torch.equal(single.ids, double.ids)
+    if features.logprobs:
+        want = logits.double().log_softmax(-1).gather(1, double.ids[:, None])[:, 0]
+        torch.testing.assert_close(double.logprob, want, rtol=0, atol=1e-9)
