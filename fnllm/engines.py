@@ -235,6 +235,16 @@ def engine(
     return Engine(params, machine, variant, edits, capture)
 
 
+def weights_changed(params: Params) -> None:
+    """Say that weights were written in a way that PyTorch does not count; no prefix cached so far is found again.
+
+    Such ways are `weight.data`, a tensor made or written under `torch.inference_mode`, and code that writes to a
+    weight's memory by itself. Any other write is noticed.
+    """
+    for machine in (params.workspace or {}).values():
+        machine.seen_leaves = []
+
+
 def machine_for(
     params: Params,
     variant: Variant,

@@ -129,7 +129,11 @@ class Machine:
         self.report(f"captured activations take at most {needed / 1e6:.1f} MB on {self.device}")
 
     def version_of(self, params: Params) -> int:
-        """A number that changes whenever a weight does: another tensor, or the same one written in place."""
+        """A number that changes whenever a weight does: another tensor, or the same one written in place.
+
+        Reads no weight: PyTorch counts the writes to a tensor, but for those through `.data` or in inference mode, of
+        which `weights_changed` has to be told.
+        """
         leaves = [(leaf, -1 if leaf.is_inference() else leaf._version) for leaf in tensors_of(params.tree)]
         seen = self.seen_leaves
         if len(leaves) != len(seen) or any(a is not b or x != y for (a, x), (b, y) in zip(leaves, seen, strict=True)):
