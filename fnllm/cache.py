@@ -72,3 +72,12 @@ def blocks_that_fit(*, free: int, total: int, reserve: int, utilization: float, 
             f"{per_block / 1e9:.4f} GB; free memory, raise utilization, or give num_blocks"
         )
     return blocks
+
+
+def host_memory() -> int:
+    """Free bytes of the host's memory; 4 GB where the system does not say."""
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 4 << 30

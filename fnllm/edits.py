@@ -47,7 +47,7 @@ class Channel(NamedTuple):
 
 def steer(site: str, vector: Tensor, scale: float = 1.0, *, start: int = 0) -> Edit:
     """Add `scale * vector` at every token from position `start` on (Turner et al. 2023, activation addition)."""
-    return Edit(site, add_vector, (scale * vector, torch.tensor(start)))
+    return Edit(site, add_vector, (scale * vector, torch.tensor(start, device="cpu")))
 
 
 def ablate(site: str, direction: Tensor) -> Edit:
@@ -57,7 +57,7 @@ def ablate(site: str, direction: Tensor) -> Edit:
 
 def patch(site: str, rows: Tensor, position: int) -> Edit:
     """Replace the activations at positions `position`, `position + 1`, ... by `rows` [n, *width] from another run."""
-    return Edit(site, replace_rows, (rows, torch.tensor(position)))
+    return Edit(site, replace_rows, (rows, torch.tensor(position, device="cpu")))
 
 
 def add_vector(x: Tensor, ctx: Any, vector: Tensor, start: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fnllm import scheduler
+from fnllm.ambient import set_aside
 from fnllm.capture import (
     NOTHING,
     Capture,
@@ -149,7 +150,15 @@ class Engine:
         return (state, None) if flight is None else self.collect(state, flight)
 
     def launch(self, state: State) -> tuple[State, Flight | None]:
-        """Schedule a step and start it. The state then waits for `collect`; one more step may be launched before."""
+        """Schedule a step and start it. The state then waits for `collect`; one more step may be launched before.
+
+        Threads may launch at the same time: each step has the machine to itself.
+        """
+        with self.machine.lock, set_aside(self.machine.device):
+            return self.launch_alone(state)
+
+    def launch_alone(self, state: State) -> tuple[State, Flight | None]:
+        """`launch` in a thread that holds the machine, with torch in no mode of the caller's."""
         if state.variant != self.variant:
             raise ValueError(
                 "this state belongs to an engine with other layers, edits or captures, and its cache holds what those "
@@ -183,7 +192,8 @@ class Engine:
             ids = np.where(ids.view(np.uint32) < self.params.config.vocab_size, ids, 0)  # nobody waits for these
         planned, events = scheduler.commit(planned, flight.plan, ids)
         if wrong:
-            planned = scheduler.invalidate(planned, self.machine.clean())
+            with self.machine.lock, set_aside(self.machine.device):
+                planned = scheduler.invalidate(planned, self.machine.clean())
             errors = (Finished(seq_id, "error", None) for seq_id, _ in failed)
             events = replace(events, finished=(*events.finished, *errors))
             state = replace(state, clock=self.machine.clock)
@@ -242,7 +252,8 @@ def weights_changed(params: Params) -> None:
     weight's memory by itself. Any other write is noticed.
     """
     for machine in (params.workspace or {}).values():
-        machine.seen_leaves = []
+        if machine is not None:
+            machine.seen_leaves = []
 
 
 def machine_for(
@@ -260,9 +271,10 @@ def machine_for(
     weight = params.tree["embed"]
     num_ids = None if params.tokenizer is None else params.tokenizer.num_ids
     key = (wanted, tp, params.config, params.shard, weight.dtype, weight.device, num_ids)
-    if key not in workspace:
-        resolved = resolve(wanted, params.config, params.tree["embed"].device.type == "cuda")
-        workspace[key] = Machine(params, resolved, tp, report or (say if tp.rank == 0 else quiet))
+    if workspace.get(key) is None:
+        resolved = resolve(wanted, params.config, weight.device.type == "cuda")
+        with set_aside(weight.device):
+            workspace[key] = Machine(params, resolved, tp, report or (say if tp.rank == 0 else quiet))
     return workspace[key]
 
 

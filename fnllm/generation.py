@@ -1,7 +1,8 @@
 """`generate` and `stream`: prompts in, completions out, a short loop over the engine's step."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -49,9 +50,11 @@ def generate(
     TypeError or ValueError that names the argument, before anything runs, and FloatingPointError for logits of NaN.
     """
     done: dict[tuple[int, int], Completion] = {}
-    for chunk in serve(params, prompts, sampling, layers, edits, capture, seed, chat, errors, progress, False, options):
-        if chunk.completion is not None:
-            done[chunk.index, chunk.sample] = chunk.completion
+    chunks = serve(params, prompts, sampling, layers, edits, capture, seed, chat, errors, progress, False, options)
+    with closing(chunks):  # whatever happens, the machine is free for other threads
+        for chunk in chunks:
+            if chunk.completion is not None:
+                done[chunk.index, chunk.sample] = chunk.completion
     return [done[key] for key in sorted(done)]
 
 
@@ -89,7 +92,7 @@ def serve(
     progress: bool | None,
     live: bool,
     options: Mapping[str, Any],
-) -> Iterator[Chunk]:
+) -> Generator[Chunk, None, None]:
     """The loop behind `generate` and `stream`, with every argument checked before it is returned."""
     Sampling(seed=seed)  # the limits are those of a request's own seed
     seed = agree(
@@ -152,7 +155,14 @@ def serve(
             )
         )
     shown = params.shard.rank == 0 and (is_terminal() if progress is None else progress)
-    return run(worker, state, tracks, refused, chosen, errors, shown)
+    chunks = run(worker, state, tracks, refused, chosen, errors, shown)
+    return chunks if live else alone(machine, chunks)
+
+
+def alone(machine: Machine, chunks: Generator[Chunk, None, None]) -> Generator[Chunk, None, None]:
+    """The same chunks from a machine that no other thread steps meanwhile, which would cost both their cache."""
+    with machine.lock:
+        yield from chunks
 
 
 def run(
@@ -163,7 +173,7 @@ def run(
     edits: Sequence[Sequence[Edit]],
     errors: str,
     shown: bool,
-) -> Iterator[Chunk]:
+) -> Generator[Chunk, None, None]:
     """Step until every track has ended; however that ends, the state behind it serves the next call."""
     machine = worker.machine
     machine.idle = None  # until it is known where this ends

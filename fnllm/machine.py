@@ -2,13 +2,14 @@
 last wrote each block. It holds no request and decides nothing; plans come from the scheduler."""
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from fnllm.cache import allocate, block_bytes, blocks_that_fit, zero_broken_blocks
+from fnllm.cache import allocate, block_bytes, blocks_that_fit, host_memory, zero_broken_blocks
 from fnllm.capture import NOTHING, Capture
 from fnllm.compiled import TRACED_MODES, HostInputs, Resident, StepRunner, ladder, round_up
 from fnllm.distributed import least
@@ -87,8 +88,13 @@ class Machine:
         self.watch = watch(tp, self.device)
         self.asynchronous = self.device.type == "cuda"  # a launched step runs while the host goes on
         self.idle: State | None = None  # where the last `generate` ended, with its prefix cache
+        self.lock = threading.RLock()  # held by the thread whose step, or whose whole call, is running
         self.seen_leaves: list[tuple[torch.Tensor, int]] = []
         self.params_version = 0
+
+    def __reduce__(self) -> tuple:
+        """A copy of params, or a pickle, holds None in a machine's place: it builds its own when it first needs one."""
+        return type(None), ()
 
     def attention_backends(self) -> tuple[str, str]:
         """The backends of decode steps and of steps with prefill chunks.
@@ -265,7 +271,8 @@ class Machine:
     def number_functions(self, rows: np.ndarray, functions: tuple[Callable, ...]) -> None:
         """Write each row's logits_fn as its place among the batch's, which other rows may have changed."""
         own = [self.features[row].logits_fns for row in rows.tolist()]
-        numbers = torch.tensor([functions.index(fns[0]) if fns else -1 for fns in own], dtype=torch.int32)
+        indices = [functions.index(fns[0]) if fns else -1 for fns in own]
+        numbers = torch.tensor(indices, dtype=torch.int32, device="cpu")
         where = send(torch.from_numpy(rows.astype(np.int64)), self.device)
         self.resident.rows.sampler.logits_fn.index_copy_(0, where, send(numbers, self.device))
 
@@ -385,12 +392,3 @@ def looks_back(sampling: Sampling) -> bool:
     """Whether a request's sampling depends on the tokens before."""
     penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
     return penalties != (1.0, 0.0, 0.0) or sampling.logits_fn is not None
-
-
-def host_memory() -> int:
-    """Free bytes of the host's memory; 4 GB where the system does not say."""
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return 4 << 30

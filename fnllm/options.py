@@ -1,7 +1,9 @@
 """Engine options: a validated value, and the pure functions that turn it into sizes."""
 
 import dataclasses
+import operator
 from dataclasses import dataclass
+from typing import Any
 
 from fnllm.compiled import COMPILE_MODES
 from fnllm.numerics import BACKEND, check_numerics
@@ -33,8 +35,8 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name in SIZES:
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name} must be a positive integer or None, found {value!r}")
+            if value is not None:
+                object.__setattr__(self, name, positive(name, value))
         if self.utilization is not None and not 0 < self.utilization <= 1:
             raise ValueError(f"utilization must be above 0 and at most 1, found {self.utilization!r}")
         if self.compile is not None and self.compile not in COMPILE_MODES:
@@ -49,6 +51,17 @@ class EngineOptions:
             raise ValueError(
                 f"numerics='batch_invariant' has an attention of its own; found attention={self.attention!r}"
             )
+
+
+def positive(name: str, value: Any) -> int:
+    """A size as a plain int; numpy's integers are some, too."""
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"{name} must be a positive integer or None, found {value!r}")
+    return number
 
 
 def resolve(options: EngineOptions, config: ModelConfig, on_gpu: bool) -> EngineOptions:

@@ -210,4 +210,4 @@ def _add_at(
     """Logits plus `values` at `ids`, where those are in this rank's slice (padding, -1, is in none)."""
     local = ids - vocab_start
     here = (ids >= 0) & (local >= 0) & (local < logits.shape[1])
-    return logits.scatter_add(1, local.clamp(0, logits.shape[1] - 1), torch.where(here, values, 0.0))
+    return logits.scatter_add(1, local.clamp(0, logits.shape[1] - 1), torch.where(here, values.to(logits.dtype), 0.0))
