@@ -22,17 +22,24 @@ from fnllm.capture import (
 from fnllm.distributed import world
 from fnllm.edits import Edit, channels_of, edit_key, placed
 from fnllm.failures import any_failed, failures
-from fnllm.layers import Layers
+from fnllm.layers import Layers, check_layers
 from fnllm.machine import Job, Machine, Variant, looks_back
 from fnllm.options import EngineOptions, resolve
-from fnllm.prompts import check_ids
+from fnllm.prompts import check_ids, check_params_given
 from fnllm.readback import Readback, read_back
 from fnllm.sampler import child_seed, features_of
-from fnllm.sampling import Sampling
+from fnllm.sampling import Sampling, check_sampling
 from fnllm.scheduler import Events, Finished, Plan, Request, SchedulerConfig
 from fnllm.state import State
 from fnllm.tensor_parallel import TensorParallel
 from fnllm_weights import Params
+
+# What `generate` does around the engine, and what to do instead.
+AROUND_THE_ENGINE = {
+    "stop": "end it with stop_token_ids, or with finish once its text says so",
+    "n": "add the request that many times, with sample=0, 1, ...",
+    "prompt_logprobs": "use fnllm.score",
+}
 
 
 class Flight(NamedTuple):
@@ -83,7 +90,13 @@ class Engine:
 
     def init(self) -> State:
         """A state without requests and with an empty prefix cache."""
-        return State(scheduler.init(self.limits), self.machine.clock, self.variant, self.params.config.vocab_size)
+        return State(
+            scheduler.init(self.limits),
+            self.machine.clock,
+            self.variant,
+            self.params.config.vocab_size,
+            self.machine.name,
+        )
 
     def request(
         self,
@@ -97,11 +110,41 @@ class Engine:
         capture: Capture | Iterable[str] | None = None,
         version: int | None = None,
     ) -> Request:
-        """A request for `add`. `sample` is the number of this copy among a prompt's n; `cache_tag` keeps requests apart
+        """A request for `add`.
+
+        `sample` is the number of this copy among a prompt's n; `cache_tag` keeps requests apart
         in the prefix cache that must not share blocks. `edits` and `capture`, out of what the engine was built for, are
         the engine's own when None. `version` spares looking at every weight again: what `machine.version_of` just said.
-        Raises ValueError for others, and TypeError or ValueError for a logits_fn that returns no logits.
+        Raises TypeError or ValueError that names what is wrong; also for stop strings, n and prompt_logprobs, which the
+        loop of `generate` sees to, and a logits_fn that returns no logits.
         """
+        check_sampling(sampling, vocab_size=self.params.config.vocab_size)
+        for name, instead in AROUND_THE_ENGINE.items():
+            if getattr(sampling, name) != getattr(Sampling(), name):
+                raise ValueError(
+                    f"{name}={getattr(sampling, name)!r} is for generate and stream; an engine works on ids: {instead}"
+                )
+        Sampling(seed=sample)
+        if seed != 0:
+            Sampling(seed=seed)
+        return self.request_of(
+            prompt, sampling, seed=seed, sample=sample, cache_tag=cache_tag, edits=edits, capture=capture,
+            version=version,
+        )  # fmt: skip
+
+    def request_of(
+        self,
+        prompt: Iterable[int],
+        sampling: Sampling,
+        *,
+        seed: int = 0,
+        sample: int = 0,
+        cache_tag: Any = None,
+        edits: Iterable[Edit] | None = None,
+        capture: Capture | Iterable[str] | None = None,
+        version: int | None = None,
+    ) -> Request:
+        """`request` for a caller that has checked the sampling and does what an engine does not."""
         config = self.params.config
         prompt = check_ids("prompt", tuple(prompt), config.vocab_size)
         edits = self.edits if edits is None else tuple(edits)
@@ -164,7 +207,7 @@ class Engine:
                 "this state belongs to an engine with other layers, edits or captures, and its cache holds what those "
                 "computed; continue it there, or add its tokens to a state of this engine"
             )
-        if state.clock != self.machine.clock:
+        if state.clock != self.machine.clock or state.machine != self.machine.name:
             state = self.recover(state)
         planned, plan = scheduler.schedule(state.scheduler)
         if plan is None:
@@ -201,13 +244,21 @@ class Engine:
         return replace(state, scheduler=planned), step
 
     def recover(self, state: State) -> State:
-        """Continue a state that the machine has left since: blocks others wrote are forgotten and computed anew."""
-        disturbed = np.flatnonzero(self.machine.written > state.clock).tolist()
+        """Continue a state that the machine has left since: blocks others wrote are forgotten and computed anew.
+
+        Of a state of another machine that is every block. Raises ValueError for a state of other sizes.
+        """
+        if state.scheduler.config != self.limits:
+            raise ValueError(
+                f"this state belongs to an engine of other sizes, {state.scheduler.config}; this one has {self.limits}"
+            )
+        since = state.clock if state.machine == self.machine.name else -1
+        disturbed = np.flatnonzero(self.machine.written > since).tolist()
         settled = scheduler.invalidate(state.scheduler, disturbed)
         running = [int(seq_id) for seq_id in settled.rows.seq_id if seq_id >= 0]
         for seq_id in sorted(running, reverse=True):  # the oldest ends up first in line
             settled = scheduler.park(settled, seq_id)
-        return replace(state, scheduler=settled, clock=self.machine.clock)
+        return replace(state, scheduler=settled, clock=self.machine.clock, machine=self.machine.name)
 
 
 def job_of(state: scheduler.SchedulerState, seq_id: int) -> Job:
@@ -239,8 +290,9 @@ def engine(
     of what is compiled. A swapped layer has steps of its own and never sees others' cached prefixes. `edits` and
     `capture` are what each request gets; one may choose others of the same functions, shapes and sites.
     """
+    check_params_given(params)
     edits, capture = tuple(edits), expand(params.config, as_capture(capture))
-    variant = Variant(layers or Layers(), channels_of([edits]), union_of_sites([capture]))
+    variant = Variant(check_layers(layers), channels_of([edits]), union_of_sites([capture]))
     machine = machine_for(params, variant, tp, report, EngineOptions(**options))
     return Engine(params, machine, variant, edits, capture)
 

@@ -11,11 +11,11 @@ from fnllm.completion import Chunk, Completion, failed
 from fnllm.distributed import agree
 from fnllm.edits import Edit, channels_of, edits_of_each
 from fnllm.engines import Engine, Flight, machine_for
-from fnllm.layers import Layers
+from fnllm.layers import Layers, check_layers
 from fnllm.machine import Machine, Variant
 from fnllm.options import EngineOptions
 from fnllm.progress import Meter, is_terminal
-from fnllm.prompts import normalise, pair_sampling
+from fnllm.prompts import check_params_given, normalise, pair_sampling
 from fnllm.sampling import Sampling, check_sampling, from_defaults
 from fnllm.scoring import prompt_logprobs
 from fnllm.state import State, abort, add
@@ -94,6 +94,8 @@ def serve(
     options: Mapping[str, Any],
 ) -> Generator[Chunk, None, None]:
     """The loop behind `generate` and `stream`, with every argument checked before it is returned."""
+    check_params_given(params)
+    layers = check_layers(layers)
     Sampling(seed=seed)  # the limits are those of a request's own seed
     seed = agree(
         params,
@@ -113,7 +115,7 @@ def serve(
     settings = pair_sampling(len(found.ids), sampling)
     chosen = edits_of_each(edits, len(found.ids))
     looked = [expand(params.config, one) for one in captures_of_each(capture, len(found.ids))]
-    variant = Variant(layers or Layers(), channels_of(chosen), union_of_sites(looked))
+    variant = Variant(layers, channels_of(chosen), union_of_sites(looked))
     worker = Engine(params, machine_for(params, variant, None, None, EngineOptions(**options)), variant)
     machine = worker.machine
     state = replace(machine.idle, variant=variant) if machine.idle else worker.init()
@@ -126,7 +128,7 @@ def serve(
                 raise ids
             check_sampling(setting, vocab_size=params.config.vocab_size, has_tokenizer=params.tokenizer is not None)
             for sample in range(setting.n):
-                request = worker.request(
+                request = worker.request_of(
                     ids,
                     setting,
                     seed=seed + index,

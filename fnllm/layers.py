@@ -5,7 +5,7 @@ Sizes are this rank's. Parameters are plain dicts of tensors; `ctx` is the expli
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -202,6 +202,20 @@ def chosen_experts(
 def lm_head(p: Float[Tensor, "V H"], x: Float[Tensor, "B H"], ctx: Context) -> Float[Tensor, "B V"]:
     """This rank's logits, for the rows that need them only."""
     return ctx.tap("logits", ctx.layers.linear(p, x, ctx))
+
+
+def check_layers(layers: Any) -> "Layers":
+    """The layers that a caller means, None being the usual ones; TypeError that names what is no function."""
+    if layers is None:
+        return Layers()
+    if not isinstance(layers, Layers):
+        raise TypeError(
+            f"layers must be a fnllm.Layers, as in fnllm.Layers()._replace(mlp=mine); found {type(layers).__name__}"
+        )
+    for name, function in zip(layers._fields, layers, strict=True):
+        if not callable(function):
+            raise TypeError(f"layers.{name} must be a function, found {function!r}")
+    return layers
 
 
 class Layers(NamedTuple):

@@ -3,6 +3,7 @@ last wrote each block. It holds no request and decides nothing; plans come from 
 
 import dataclasses
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -88,6 +89,7 @@ class Machine:
         self.watch = watch(tp, self.device)
         self.asynchronous = self.device.type == "cuda"  # a launched step runs while the host goes on
         self.idle: State | None = None  # where the last `generate` ended, with its prefix cache
+        self.name = uuid.uuid4().hex  # states say whose cache they count on
         self.lock = threading.RLock()  # held by the thread whose step, or whose whole call, is running
         self.seen_leaves: list[tuple[torch.Tensor, int]] = []
         self.params_version = 0

@@ -165,7 +165,10 @@ def keep_captured(one: Track, rows: CapturedRows, captured: dict[str, Tensor]) -
 def captured_until(one: Track, length: int) -> dict:
     """The captured activations of the first `length` tokens, as fields of a completion."""
     at = tuple(position for position in one.captured_at if position < length)
-    sites = {site: torch.cat(parts)[: len(at)] for site, parts in one.captured.items()}
+    sites = {
+        site: torch.cat(one.captured[site])[: len(at)] if site in one.captured else torch.empty(0)
+        for site in one.capture.sites
+    }
     return {"captured": sites, "captured_at": at}
 
 
