@@ -137,7 +137,10 @@ def serve(
                     capture=looked[index],
                     version=version,
                 )
-                state, seq_id = add(state, request)
+                try:
+                    state, seq_id = add(state, request)
+                except ValueError as error:  # too long to run
+                    raise ValueError(f"prompts[{index}]: {error}") from None
                 tracks[seq_id] = track(params, index, sample, ids, setting, live, time.perf_counter(), looked[index])
         except (TypeError, ValueError) as error:
             if errors == "raise":

@@ -1,5 +1,7 @@
 """Requests that break off: logits with NaN, nothing left to draw, functions that return what is no logits."""
 
+import random
+
 import pytest
 import torch
 from tiny_models import GREEDY, tiny
@@ -171,3 +173,41 @@ def test_a_swapped_sampler_that_draws_what_is_no_token_fails_those_requests():
     done = fnllm.generate(tiny(), [PROMPTS[0], [1] * 6], settings(), layers=layers, errors="return", **SMALL)
     assert done[0].token_ids == alone()[0][:2] and done[1].error is None
     assert "layers.sample drew 41; token ids are 0 to 40" in str(done[0].error)
+
+
+def nan_after_two(logits, history):
+    return torch.where((history.lengths - history.prompt_lengths >= 2)[:, None], torch.nan, logits)
+
+
+@pytest.mark.parametrize("crowd", [{}, {"num_blocks": 12, "max_chunk": 5}, {"max_num_seqs": 2}, {"prefix_cache": False}])
+def test_each_request_of_a_crowd_with_failures_is_as_alone(crowd):
+    """Preempted, in chunks, over shared prefixes, in three streams at a time: the same bits, and the same errors."""
+    draw = random.Random(len(crowd))
+    prompts = [[draw.randrange(1, 41) for _ in range(draw.choice((1, 4, 5, 17)))] for _ in range(9)]
+    asked = [
+        fnllm.Sampling(
+            temperature=draw.choice((0, 0.9)), seed=seed, max_tokens=draw.choice((1, 5, 12)), ignore_eos=True,
+            top_p=draw.choice((1, 0.8)), n=draw.choice((1, 2)), logits_fn=draw.choice((None, None, nan_after_two)),
+        )
+        for seed in range(9)
+    ]  # fmt: skip
+    options = {**SMALL, "numerics": "batch_invariant", "errors": "return"}
+
+    def seen(one):
+        return one.token_ids, one.finish_reason, type(one.error)
+
+    alone = [seen(one) for pair in zip(prompts, asked, strict=True) for one in fnllm.generate(tiny(), *pair, **options)]
+    assert {reason for _, reason, _ in alone} == {"length", "error"}
+    assert [seen(one) for one in fnllm.generate(tiny(), prompts, asked, **{**options, **crowd})] == alone
+    streams = [fnllm.stream(tiny(), prompts, asked, **{**options, **crowd}) for _ in range(3)]
+    found: list[dict] = [{}, {}, {}]
+    running = [0, 1, 2]
+    while running:
+        number = draw.choice(running)
+        chunk = next(streams[number], None)
+        if chunk is None or (number == 2 and len(found[2]) == 4):
+            streams[number].close()
+            running.remove(number)
+        elif chunk.completion is not None:
+            found[number][chunk.index, chunk.sample] = seen(chunk.completion)
+    assert [[some[key] for key in sorted(some)] for some in found[:2]] == [alone, alone]

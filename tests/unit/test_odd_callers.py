@@ -56,6 +56,10 @@ WRONG = {
     "prompt_logprobs": (lambda: engine().request(IDS, Sampling(prompt_logprobs=1)), ValueError, "use fnllm.score"),
     "fork": (lambda: fnllm.fork(*add(engine()), seed="a"), TypeError, "seed must be an integer"),
     "append": (lambda: fnllm.append(*add(engine()), 5), TypeError, "tokens must be a list of token ids, found int 5"),
+    "long": (
+        lambda: fnllm.generate(tiny(), [IDS, [1] * 41], SHORT, **SMALL), ValueError,
+        r"prompts\[1\]: prompt has 41 tokens and can never run",
+    ),
     "log": (lambda: fnllm.replay(engine(), ["step"]), TypeError, "a log is a list of fnllm.event"),
 }  # fmt: skip
 
