@@ -179,7 +179,10 @@ def nan_after_two(logits, history):
     return torch.where((history.lengths - history.prompt_lengths >= 2)[:, None], torch.nan, logits)
 
 
-@pytest.mark.parametrize("crowd", [{}, {"num_blocks": 12, "max_chunk": 5}, {"max_num_seqs": 2}, {"prefix_cache": False}])
+CROWDS = [{}, {"num_blocks": 12, "max_chunk": 5}, {"max_num_seqs": 2}, {"prefix_cache": False}]
+
+
+@pytest.mark.parametrize("crowd", CROWDS)
 def test_each_request_of_a_crowd_with_failures_is_as_alone(crowd):
     """Preempted, in chunks, over shared prefixes, in three streams at a time: the same bits, and the same errors."""
     draw = random.Random(len(crowd))
