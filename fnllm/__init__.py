@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from fnllm.capture import Capture, capture_bytes
     from fnllm.completion import Chunk, Completion
     from fnllm.edits import Edit, ablate, patch, steer
-    from fnllm.engines import Engine, engine
+    from fnllm.engines import Engine, engine, weights_changed
     from fnllm.generation import generate, stream
     from fnllm.layers import Layers
     from fnllm.loading import load
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "fnllm_weights": ("ModelConfig", "Params", "save"),
     "fnllm.completion": ("Chunk", "Completion"),
-    "fnllm.engines": ("Engine", "engine"),
+    "fnllm.engines": ("Engine", "engine", "weights_changed"),
     "fnllm.generation": ("generate", "stream"),
     "fnllm.layers": ("Layers",),
     "fnllm.loading": ("load",),
@@ -80,6 +80,7 @@ __all__ = [
     "stream",
     "tokens",
     "truncate",
+    "weights_changed",
 ]
 
 

@@ -133,6 +133,7 @@ def advance(rows: Rows, inputs: StepInputs, sampled: Int[Tensor, " B"], *, keep_
     row = inputs.row
     real = row < rows.length.shape[0] - 1
     length = rows.length.index_put((row,), torch.where(real, rows.length[row] + inputs.cu_seqlens.diff(), 0).int())
+    sampled = sampled.clamp(min=0)  # a row without a draw goes on with some token until the host ends it
     last = torch.where(inputs.accept, sampled, rows.last_token[row])
     history = update_history(rows.history, row, sampled, inputs.accept) if keep_history else rows.history
     return rows._replace(length=length, last_token=rows.last_token.index_put((row,), last), history=history)

@@ -1,12 +1,13 @@
 """The paged KV cache: a pool of fixed-size blocks for each layer, and how many of them fit in memory.
 
-Only `fnllm::store_kv` and `fnllm::copy_blocks` write into it.
+Only `fnllm::store_kv`, `fnllm::copy_blocks` and `zero_broken_blocks` write into it.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from fnllm_weights import LocalSizes, ModelConfig
@@ -32,6 +33,24 @@ def allocate(
     return KVCache(tuple(pools[0::2]), tuple(pools[1::2]))
 
 
+def zero_broken_blocks(
+    cache: KVCache, blocks: Int[Tensor, " n"], all_reduce_max: Callable[[Tensor], Tensor]
+) -> list[int]:
+    """Write zeros over those of `blocks` that hold NaN or infinity on any rank, and return them.
+
+    Attention gives keys past a sequence's end the weight zero, and that would not undo such a value in the hands of the
+    block's next owner.
+    """
+    pools, found = (*cache.k, *cache.v), []
+    for at in blocks.split(256):
+        finite = torch.stack([pool[at].isfinite().flatten(1).all(1) for pool in pools]).all(0)
+        broken = at[all_reduce_max((~finite).long()).bool()]
+        for pool in pools:
+            pool[broken] = 0
+        found += broken.tolist()
+    return found
+
+
 def block_bytes(config: ModelConfig, sizes: LocalSizes, block_size: int, dtype: torch.dtype) -> int:
     """Bytes that one block takes over all layers, keys and values."""
     return 2 * config.num_hidden_layers * block_size * sizes.kv_heads * config.head_dim * dtype.itemsize
@@ -53,3 +72,12 @@ def blocks_that_fit(*, free: int, total: int, reserve: int, utilization: float, 
             f"{per_block / 1e9:.4f} GB; free memory, raise utilization, or give num_blocks"
         )
     return blocks
+
+
+def host_memory() -> int:
+    """Free bytes of the host's memory; 4 GB where the system does not say."""
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 4 << 30

@@ -1,5 +1,6 @@
 """What to capture of a request: sites and positions, and the memory that takes, all known beforehand (pure)."""
 
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -30,6 +31,8 @@ class Capture:
     positions: Any = "all"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.sites, Iterable):
+            raise TypeError(f"sites must be a name or several, as in 'layers.3.resid_post'; found {self.sites!r}")
         object.__setattr__(self, "sites", (self.sites,) if isinstance(self.sites, str) else tuple(self.sites))
         if isinstance(self.positions, str):
             if self.positions not in POSITIONS:
@@ -37,8 +40,12 @@ class Capture:
                     f"positions must be one of {', '.join(POSITIONS)}, or integers; found {self.positions!r}"
                 )
             return
-        numbers = (self.positions,) if isinstance(self.positions, int) else tuple(self.positions)
-        if not all(isinstance(p, int) and not isinstance(p, bool) for p in numbers):
+        many = self.positions if isinstance(self.positions, Iterable) else (self.positions,)
+        try:
+            numbers = tuple(operator.index(p) for p in many)
+        except TypeError:
+            numbers = (False,)
+        if any(isinstance(p, bool) for p in (*numbers, *many)):
             raise TypeError(f"positions must be one of {', '.join(POSITIONS)}, or integers; found {self.positions!r}")
         object.__setattr__(self, "positions", numbers)
 
@@ -68,6 +75,8 @@ def captures_of_each(capture: Any, count: int) -> list[Capture]:
     """
     if capture is None or isinstance(capture, (str, Capture)):
         return [as_capture(capture)] * count
+    if not isinstance(capture, Iterable):
+        raise TypeError(f"capture must be sites, a Capture, or a list with one for each prompt; found {capture!r}")
     given = list(capture)
     if all(isinstance(site, str) for site in given):
         return [Capture(given)] * count

@@ -12,6 +12,13 @@ Messages = tuple[Mapping[str, Any], ...]
 HELP = "/clear forgets the chat, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
 
 
+NO_TEMPLATE = (
+    "this model has no chat template, so it cannot chat (the demo model, which runs without --model, only continues "
+    "text: fnllm generate). Name one that can: --model smollm2/, which pip install gguf and then "
+    "python examples/make_smollm2.py smollm2/ make, or a hub id such as --model Qwen/Qwen3-0.6B"
+)
+
+
 @dataclass
 class Interrupt:
     """Whether Ctrl-C was pressed since the answer began."""
@@ -40,7 +47,7 @@ def chat(params: Any, sampling: Any, *, system: str | None = None, chat_options:
          engine_options: Mapping[str, Any] | None = None) -> int:
     """Read messages and answer them until /exit. Raises ValueError for a model that cannot chat."""
     if params.tokenizer is None or not params.tokenizer.chat_templates:
-        raise ValueError("this model has no chat template, so it cannot chat; use fnllm generate")
+        raise ValueError(NO_TEMPLATE)
     with contextlib.suppress(ImportError):  # not on every system; it only gives line editing
         import readline  # noqa: F401
     beginning: Messages = ({"role": "system", "content": system},) if system else ()

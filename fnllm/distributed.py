@@ -93,12 +93,17 @@ def end_rank(kind: type[BaseException], error: BaseException, trace: TracebackTy
 def local_device(device: str | torch.device | None) -> torch.device:
     """The device of this rank: as asked for, else its own GPU, else the CPU.
 
-    Raises ValueError when the machine has fewer GPUs than ranks.
+    Raises ValueError for what is no device, and when the machine has fewer GPUs than ranks.
     """
-    wanted = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        wanted = torch.device("cuda" if device is None and torch.cuda.is_available() else device or "cpu")
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device={device!r} is not known; use 'cpu', 'cuda' or 'cuda:1'") from None
     if wanted.type != "cuda" or wanted.index is not None:
         return wanted
     index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if not count:
+        raise ValueError(f"device={device!r}: PyTorch finds no GPU on this machine; use device='cpu'")
     if index >= count:
         raise ValueError(
             f"LOCAL_RANK={index} has no GPU: this machine shows {count}; start --nproc-per-node {count} or less"

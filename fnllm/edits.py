@@ -47,17 +47,21 @@ class Channel(NamedTuple):
 
 def steer(site: str, vector: Tensor, scale: float = 1.0, *, start: int = 0) -> Edit:
     """Add `scale * vector` at every token from position `start` on (Turner et al. 2023, activation addition)."""
-    return Edit(site, add_vector, (scale * vector, torch.tensor(start)))
+    return Edit(site, add_vector, (scale * torch.as_tensor(vector), torch.tensor(start, device="cpu")))
 
 
 def ablate(site: str, direction: Tensor) -> Edit:
     """Remove the component along `direction` at every token (Arditi et al. 2024, directional ablation)."""
-    return Edit(site, remove_direction, direction / direction.norm())
+    direction = torch.as_tensor(direction)
+    length = direction.to(torch.promote_types(direction.dtype, torch.float32)).norm()
+    if not length > 0 or length == torch.inf:
+        raise ValueError(f"direction has the length {float(length)}; it must be above 0 and finite to be a direction")
+    return Edit(site, remove_direction, direction / length.to(direction.dtype))
 
 
 def patch(site: str, rows: Tensor, position: int) -> Edit:
     """Replace the activations at positions `position`, `position + 1`, ... by `rows` [n, *width] from another run."""
-    return Edit(site, replace_rows, (rows, torch.tensor(position)))
+    return Edit(site, replace_rows, (torch.as_tensor(rows), torch.tensor(position, device="cpu")))
 
 
 def add_vector(x: Tensor, ctx: Any, vector: Tensor, start: Tensor) -> Tensor:
@@ -76,6 +80,9 @@ def replace_rows(x: Tensor, ctx: Any, rows: Tensor, position: Tensor) -> Tensor:
     inside = (place >= 0) & (place < rows.shape[1])
     token = torch.arange(x.shape[0], device=x.device)
     return torch.where(column(inside, x), rows[token, place.clamp(0, rows.shape[1] - 1)].to(x.dtype), x)
+
+
+USUAL = (add_vector, remove_direction, replace_rows)  # their first value is as wide as the activation
 
 
 def column(mask: Tensor, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fnllm import scheduler
+from fnllm.ambient import set_aside
 from fnllm.capture import (
     NOTHING,
     Capture,
@@ -20,17 +21,25 @@ from fnllm.capture import (
 )
 from fnllm.distributed import world
 from fnllm.edits import Edit, channels_of, edit_key, placed
-from fnllm.layers import Layers
+from fnllm.failures import any_failed, failures
+from fnllm.layers import Layers, check_layers
 from fnllm.machine import Job, Machine, Variant, looks_back
 from fnllm.options import EngineOptions, resolve
-from fnllm.prompts import check_ids
+from fnllm.prompts import check_ids, check_params_given
 from fnllm.readback import Readback, read_back
 from fnllm.sampler import child_seed, features_of
-from fnllm.sampling import Sampling
-from fnllm.scheduler import Events, Plan, Request, SchedulerConfig
+from fnllm.sampling import Sampling, check_sampling
+from fnllm.scheduler import Events, Finished, Plan, Request, SchedulerConfig
 from fnllm.state import State
 from fnllm.tensor_parallel import TensorParallel
 from fnllm_weights import Params
+
+# What `generate` does around the engine, and what to do instead.
+AROUND_THE_ENGINE = {
+    "stop": "end it with stop_token_ids, or with finish once its text says so",
+    "n": "add the request that many times, with sample=0, 1, ...",
+    "prompt_logprobs": "use fnllm.score",
+}
 
 
 class Flight(NamedTuple):
@@ -48,6 +57,7 @@ class StepEvents(NamedTuple):
     plan: Plan
     results: Readback
     captured: tuple[CapturedRows, ...] = ()  # whose the rows of `results.captured` are
+    failed: tuple[tuple[int, Exception], ...] = ()  # sequences that ended with reason "error", for want of a token
 
 
 class Engine:
@@ -80,7 +90,13 @@ class Engine:
 
     def init(self) -> State:
         """A state without requests and with an empty prefix cache."""
-        return State(scheduler.init(self.limits), self.machine.clock, self.variant, self.params.config.vocab_size)
+        return State(
+            scheduler.init(self.limits),
+            self.machine.clock,
+            self.variant,
+            self.params.config.vocab_size,
+            self.machine.name,
+        )
 
     def request(
         self,
@@ -94,15 +110,47 @@ class Engine:
         capture: Capture | Iterable[str] | None = None,
         version: int | None = None,
     ) -> Request:
-        """A request for `add`. `sample` is the number of this copy among a prompt's n; `cache_tag` keeps requests apart
+        """A request for `add`.
+
+        `sample` is the number of this copy among a prompt's n; `cache_tag` keeps requests apart
         in the prefix cache that must not share blocks. `edits` and `capture`, out of what the engine was built for, are
         the engine's own when None. `version` spares looking at every weight again: what `machine.version_of` just said.
-        Raises ValueError for others.
+        Raises TypeError or ValueError that names what is wrong; also for stop strings, n and prompt_logprobs, which the
+        loop of `generate` sees to, and a logits_fn that returns no logits.
         """
+        check_sampling(sampling, vocab_size=self.params.config.vocab_size)
+        for name, instead in AROUND_THE_ENGINE.items():
+            if getattr(sampling, name) != getattr(Sampling(), name):
+                raise ValueError(
+                    f"{name}={getattr(sampling, name)!r} is for generate and stream; an engine works on ids: {instead}"
+                )
+        Sampling(seed=sample)
+        if seed != 0:
+            Sampling(seed=seed)
+        return self.request_of(
+            prompt, sampling, seed=seed, sample=sample, cache_tag=cache_tag, edits=edits, capture=capture,
+            version=version,
+        )  # fmt: skip
+
+    def request_of(
+        self,
+        prompt: Iterable[int],
+        sampling: Sampling,
+        *,
+        seed: int = 0,
+        sample: int = 0,
+        cache_tag: Any = None,
+        edits: Iterable[Edit] | None = None,
+        capture: Capture | Iterable[str] | None = None,
+        version: int | None = None,
+    ) -> Request:
+        """`request` for a caller that has checked the sampling and does what an engine does not."""
         config = self.params.config
         prompt = check_ids("prompt", tuple(prompt), config.vocab_size)
         edits = self.edits if edits is None else tuple(edits)
         placed(edits, self.variant.edits)
+        if sampling.logits_fn is not None:
+            self.machine.try_logits_fn(sampling.logits_fn)
         capture = self.capture if capture is None else expand(config, as_capture(capture))
         if missing := set(capture.sites) - set(self.variant.capture):
             raise ValueError(
@@ -145,13 +193,21 @@ class Engine:
         return (state, None) if flight is None else self.collect(state, flight)
 
     def launch(self, state: State) -> tuple[State, Flight | None]:
-        """Schedule a step and start it. The state then waits for `collect`; one more step may be launched before."""
+        """Schedule a step and start it. The state then waits for `collect`; one more step may be launched before.
+
+        Threads may launch at the same time: each step has the machine to itself.
+        """
+        with self.machine.lock, set_aside(self.machine.device):
+            return self.launch_alone(state)
+
+    def launch_alone(self, state: State) -> tuple[State, Flight | None]:
+        """`launch` in a thread that holds the machine, with torch in no mode of the caller's."""
         if state.variant != self.variant:
             raise ValueError(
                 "this state belongs to an engine with other layers, edits or captures, and its cache holds what those "
                 "computed; continue it there, or add its tokens to a state of this engine"
             )
-        if state.clock != self.machine.clock:
+        if state.clock != self.machine.clock or state.machine != self.machine.name:
             state = self.recover(state)
         planned, plan = scheduler.schedule(state.scheduler)
         if plan is None:
@@ -164,20 +220,45 @@ class Engine:
         return replace(state, scheduler=planned, clock=self.machine.clock), Flight(plan, results, owners)
 
     def collect(self, state: State, flight: Flight) -> tuple[State, StepEvents]:
-        """Wait for a launched step and take its tokens into the state."""
+        """Wait for a launched step and take its tokens into the state.
+
+        A sequence whose logits leave nothing to draw ends there with reason "error", and `failed` says why.
+        """
         with self.machine.watch:
             ids = flight.results.wait()[: len(flight.plan.rows)].astype(np.int32)
-        committed, events = scheduler.commit(state.scheduler, flight.plan, ids)
-        return replace(state, scheduler=committed), StepEvents(events, flight.plan, flight.results, flight.captured)
+        planned, failed = state.scheduler, ()
+        wrong = any_failed(ids, self.params.config.vocab_size)
+        if wrong:
+            failed = failures(planned, flight.plan, ids, self.params.config.vocab_size)
+            for seq_id, _ in failed:
+                planned = scheduler.finish(planned, seq_id, "error")
+            ids = np.where(ids.view(np.uint32) < self.params.config.vocab_size, ids, 0)  # nobody waits for these
+        planned, events = scheduler.commit(planned, flight.plan, ids)
+        if wrong:
+            with self.machine.lock, set_aside(self.machine.device):
+                planned = scheduler.invalidate(planned, self.machine.clean())
+            errors = (Finished(seq_id, "error", None) for seq_id, _ in failed)
+            events = replace(events, finished=(*events.finished, *errors))
+            state = replace(state, clock=self.machine.clock)
+        step = StepEvents(events, flight.plan, flight.results, flight.captured, failed)
+        return replace(state, scheduler=planned), step
 
     def recover(self, state: State) -> State:
-        """Continue a state that the machine has left since: blocks others wrote are forgotten and computed anew."""
-        disturbed = np.flatnonzero(self.machine.written > state.clock).tolist()
+        """Continue a state that the machine has left since: blocks others wrote are forgotten and computed anew.
+
+        Of a state of another machine that is every block. Raises ValueError for a state of other sizes.
+        """
+        if state.scheduler.config != self.limits:
+            raise ValueError(
+                f"this state belongs to an engine of other sizes, {state.scheduler.config}; this one has {self.limits}"
+            )
+        since = state.clock if state.machine == self.machine.name else -1
+        disturbed = np.flatnonzero(self.machine.written > since).tolist()
         settled = scheduler.invalidate(state.scheduler, disturbed)
         running = [int(seq_id) for seq_id in settled.rows.seq_id if seq_id >= 0]
         for seq_id in sorted(running, reverse=True):  # the oldest ends up first in line
             settled = scheduler.park(settled, seq_id)
-        return replace(state, scheduler=settled, clock=self.machine.clock)
+        return replace(state, scheduler=settled, clock=self.machine.clock, machine=self.machine.name)
 
 
 def job_of(state: scheduler.SchedulerState, seq_id: int) -> Job:
@@ -209,10 +290,22 @@ def engine(
     of what is compiled. A swapped layer has steps of its own and never sees others' cached prefixes. `edits` and
     `capture` are what each request gets; one may choose others of the same functions, shapes and sites.
     """
+    check_params_given(params)
     edits, capture = tuple(edits), expand(params.config, as_capture(capture))
-    variant = Variant(layers or Layers(), channels_of([edits]), union_of_sites([capture]))
+    variant = Variant(check_layers(layers), channels_of([edits]), union_of_sites([capture]))
     machine = machine_for(params, variant, tp, report, EngineOptions(**options))
     return Engine(params, machine, variant, edits, capture)
+
+
+def weights_changed(params: Params) -> None:
+    """Say that weights were written in a way that PyTorch does not count; no prefix cached so far is found again.
+
+    Such ways are `weight.data`, a tensor made or written under `torch.inference_mode`, and code that writes to a
+    weight's memory by itself. Any other write is noticed.
+    """
+    for machine in (params.workspace or {}).values():
+        if machine is not None:
+            machine.seen_leaves = []
 
 
 def machine_for(
@@ -227,10 +320,13 @@ def machine_for(
         expand(params.config, Capture(channel.site))
     tp = tp or world(params.shard)
     workspace = {} if params.workspace is None else params.workspace
-    key = (wanted, tp)
-    if key not in workspace:
-        resolved = resolve(wanted, params.config, params.tree["embed"].device.type == "cuda")
-        workspace[key] = Machine(params, resolved, tp, report or (say if tp.rank == 0 else quiet))
+    weight = params.tree["embed"]
+    num_ids = None if params.tokenizer is None else params.tokenizer.num_ids
+    key = (wanted, tp, params.config, params.shard, weight.dtype, weight.device, num_ids)
+    if workspace.get(key) is None:
+        resolved = resolve(wanted, params.config, weight.device.type == "cuda")
+        with set_aside(weight.device):
+            workspace[key] = Machine(params, resolved, tp, report or (say if tp.rank == 0 else quiet))
     return workspace[key]
 
 

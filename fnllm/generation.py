@@ -1,7 +1,8 @@
 """`generate` and `stream`: prompts in, completions out, a short loop over the engine's step."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +11,11 @@ from fnllm.completion import Chunk, Completion, failed
 from fnllm.distributed import agree
 from fnllm.edits import Edit, channels_of, edits_of_each
 from fnllm.engines import Engine, Flight, machine_for
-from fnllm.layers import Layers
+from fnllm.layers import Layers, check_layers
 from fnllm.machine import Machine, Variant
 from fnllm.options import EngineOptions
 from fnllm.progress import Meter, is_terminal
-from fnllm.prompts import normalise, pair_sampling
+from fnllm.prompts import check_params_given, normalise, pair_sampling
 from fnllm.sampling import Sampling, check_sampling, from_defaults
 from fnllm.scoring import prompt_logprobs
 from fnllm.state import State, abort, add
@@ -44,13 +45,16 @@ def generate(
     `Completion.captured`: sites or a `Capture` for all prompts, or a list with a `Capture` or None for each. `seed`
     makes the whole call repeatable (requests with a seed of their own always are). Under torchrun every rank makes the
     same call and gets the same completions; calls that differ are refused on all of them. `chat` are options of the
-    chat template. With errors="return" a refused request's completion carries its error and the others run. `options`
-    are those of `EngineOptions`. Raises TypeError or ValueError that names the argument, before anything runs.
+    chat template. With errors="return" a request that is refused, or whose logits turn to NaN or leave nothing to draw,
+    has a completion that carries its error, and the others run. `options` are those of `EngineOptions`. Raises
+    TypeError or ValueError that names the argument, before anything runs, and FloatingPointError for logits of NaN.
     """
     done: dict[tuple[int, int], Completion] = {}
-    for chunk in serve(params, prompts, sampling, layers, edits, capture, seed, chat, errors, progress, False, options):
-        if chunk.completion is not None:
-            done[chunk.index, chunk.sample] = chunk.completion
+    chunks = serve(params, prompts, sampling, layers, edits, capture, seed, chat, errors, progress, False, options)
+    with closing(chunks):  # whatever happens, the machine is free for other threads
+        for chunk in chunks:
+            if chunk.completion is not None:
+                done[chunk.index, chunk.sample] = chunk.completion
     return [done[key] for key in sorted(done)]
 
 
@@ -88,8 +92,10 @@ def serve(
     progress: bool | None,
     live: bool,
     options: Mapping[str, Any],
-) -> Iterator[Chunk]:
+) -> Generator[Chunk, None, None]:
     """The loop behind `generate` and `stream`, with every argument checked before it is returned."""
+    check_params_given(params)
+    layers = check_layers(layers)
     Sampling(seed=seed)  # the limits are those of a request's own seed
     seed = agree(
         params,
@@ -109,7 +115,7 @@ def serve(
     settings = pair_sampling(len(found.ids), sampling)
     chosen = edits_of_each(edits, len(found.ids))
     looked = [expand(params.config, one) for one in captures_of_each(capture, len(found.ids))]
-    variant = Variant(layers or Layers(), channels_of(chosen), union_of_sites(looked))
+    variant = Variant(layers, channels_of(chosen), union_of_sites(looked))
     worker = Engine(params, machine_for(params, variant, None, None, EngineOptions(**options)), variant)
     machine = worker.machine
     state = replace(machine.idle, variant=variant) if machine.idle else worker.init()
@@ -122,7 +128,7 @@ def serve(
                 raise ids
             check_sampling(setting, vocab_size=params.config.vocab_size, has_tokenizer=params.tokenizer is not None)
             for sample in range(setting.n):
-                request = worker.request(
+                request = worker.request_of(
                     ids,
                     setting,
                     seed=seed + index,
@@ -131,7 +137,10 @@ def serve(
                     capture=looked[index],
                     version=version,
                 )
-                state, seq_id = add(state, request)
+                try:
+                    state, seq_id = add(state, request)
+                except ValueError as error:  # too long to run
+                    raise ValueError(f"prompts[{index}]: {error}") from None
                 tracks[seq_id] = track(params, index, sample, ids, setting, live, time.perf_counter(), looked[index])
         except (TypeError, ValueError) as error:
             if errors == "raise":
@@ -151,7 +160,14 @@ def serve(
             )
         )
     shown = params.shard.rank == 0 and (is_terminal() if progress is None else progress)
-    return run(worker, state, tracks, refused, chosen, shown)
+    chunks = run(worker, state, tracks, refused, chosen, errors, shown)
+    return chunks if live else alone(machine, chunks)
+
+
+def alone(machine: Machine, chunks: Generator[Chunk, None, None]) -> Generator[Chunk, None, None]:
+    """The same chunks from a machine that no other thread steps meanwhile, which would cost both their cache."""
+    with machine.lock:
+        yield from chunks
 
 
 def run(
@@ -160,8 +176,9 @@ def run(
     tracks: dict[int, Track],
     refused: Sequence[Chunk],
     edits: Sequence[Sequence[Edit]],
+    errors: str,
     shown: bool,
-) -> Iterator[Chunk]:
+) -> Generator[Chunk, None, None]:
     """Step until every track has ended; however that ends, the state behind it serves the next call."""
     machine = worker.machine
     machine.idle = None  # until it is known where this ends
@@ -185,7 +202,10 @@ def run(
                 state, chunks = absorb(state, step, tracks, time.perf_counter())
                 if meter is not None:
                     meter.step(step.plan, left=len(tracks))
-                yield from chunks
+                for chunk in chunks:
+                    if errors == "raise" and chunk.completion is not None and chunk.completion.error is not None:
+                        raise chunk.completion.error
+                    yield chunk
             elif flight is None:
                 raise RuntimeError(f"the scheduler has {len(tracks)} requests and no step for them")
     finally:

@@ -5,7 +5,7 @@ Sizes are this rank's. Parameters are plain dicts of tensors; `ctx` is the expli
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from fnllm.packed_attention import packed_attention
 from fnllm.rope import apply_rope
 from fnllm.sampler import Sampled, sample
 from fnllm_kernels.attention import paged_attention
+from fnllm_kernels.grouped_linear import grouped_linear
 from fnllm_kernels.host_linear import host_linear
 from fnllm_kernels.kv_store import store_kv
 from fnllm_kernels.norm import add_rms_norm, rms_norm
@@ -161,14 +162,17 @@ def activation(gate_up: Float[Tensor, "... two_I"], ctx: Context) -> Float[Tenso
 def moe(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "T H"]:
     """Mixture of experts as Qwen3-MoE defines it: the top experts' outputs, weighted by the router's softmax.
 
-    Every expert runs on every token and unchosen ones get weight zero: exact and traceable, at E / k times the needed
-    arithmetic. Each expert's width is split over the ranks.
+    Where `linear` is the usual one, each expert runs on the tokens that chose it. Any other may do what it likes with
+    a weight, and each expert runs on every token, unchosen ones with weight zero. Each expert's width is split over the
+    ranks.
     """
     chosen = ctx.config.num_experts_per_tok
     probs = F.softmax(ctx.layers.linear(p["router"], x, ctx).float(), dim=-1)
     top, index = probs.topk(chosen, dim=-1)
     if ctx.config.norm_topk_prob:
         top = top / top.sum(-1, keepdim=True)
+    if ctx.layers.linear is linear:
+        return ctx.tp.all_reduce(chosen_experts(p, x, top, index, ctx))
     weight = torch.zeros_like(probs).scatter(1, index, top).to(x.dtype)
     y = torch.zeros_like(x)
     for expert in range(ctx.config.num_experts):
@@ -177,9 +181,41 @@ def moe(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "T H"]:
     return ctx.tp.all_reduce(y)
 
 
+def chosen_experts(
+    p: dict, x: Float[Tensor, "T H"], weight: Float[Tensor, "T k"], index: Int[Tensor, "T k"], ctx: Context
+) -> Float[Tensor, "T H"]:
+    """Each token's k experts of `index`, their outputs added with `weight`.
+
+    The T * k rows are sorted by expert, so that shapes are the same whatever the router chooses, and put back.
+    """
+    (tokens, chosen), experts = index.shape, torch.arange(p["router"].shape[0], device=x.device)
+    expert, order = index.flatten().sort(stable=True)
+    ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
+    if ctx.layers.activation is not activation:
+        ctx = ctx._replace(batch=ctx.batch.take(order // chosen))  # it may look its rows up there
+    h = ctx.layers.activation(grouped_linear(x[order // chosen], p["experts_gate_up"], ends), ctx)
+    y = grouped_linear(h, p["experts_down"], ends)
+    place = torch.empty_like(order).scatter(0, order, torch.arange(tokens * chosen, device=x.device))
+    return (y[place].view(tokens, chosen, -1) * weight[..., None]).sum(1).to(x.dtype)
+
+
 def lm_head(p: Float[Tensor, "V H"], x: Float[Tensor, "B H"], ctx: Context) -> Float[Tensor, "B V"]:
     """This rank's logits, for the rows that need them only."""
     return ctx.tap("logits", ctx.layers.linear(p, x, ctx))
+
+
+def check_layers(layers: Any) -> "Layers":
+    """The layers that a caller means, None being the usual ones; TypeError that names what is no function."""
+    if layers is None:
+        return Layers()
+    if not isinstance(layers, Layers):
+        raise TypeError(
+            f"layers must be a fnllm.Layers, as in fnllm.Layers()._replace(mlp=mine); found {type(layers).__name__}"
+        )
+    for name, function in zip(layers._fields, layers, strict=True):
+        if not callable(function):
+            raise TypeError(f"layers.{name} must be a function, found {function!r}")
+    return layers
 
 
 class Layers(NamedTuple):

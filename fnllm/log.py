@@ -31,6 +31,8 @@ def event(name: str, *args: Any, **options: Any) -> Event:
 
 def apply(engine: Engine, state: State, entry: Event) -> tuple[State, Any]:
     """Run one event: the new state, and what it brought (an id of add and fork, the step's events, else None)."""
+    if not isinstance(entry, Event):
+        raise TypeError(f"a log is a list of fnllm.event(...), found {entry!r}")
     result = EVENTS[entry.name](engine, state, *entry.args, **dict(entry.options))
     return result if isinstance(result, tuple) else (result, None)
 

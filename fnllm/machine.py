@@ -2,13 +2,15 @@
 last wrote each block. It holds no request and decides nothing; plans come from the scheduler."""
 
 import dataclasses
+import threading
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from fnllm.cache import allocate, block_bytes, blocks_that_fit
+from fnllm.cache import allocate, block_bytes, blocks_that_fit, host_memory, zero_broken_blocks
 from fnllm.capture import NOTHING, Capture
 from fnllm.compiled import TRACED_MODES, HostInputs, Resident, StepRunner, ladder, round_up
 from fnllm.distributed import least
@@ -25,7 +27,7 @@ from fnllm.state import State
 from fnllm.step import StepOutput, StepSpec
 from fnllm.taps import Choice
 from fnllm.tensor_parallel import TensorParallel
-from fnllm.trial import try_step
+from fnllm.trial import try_logits_fn, try_step
 from fnllm.watch import watch
 from fnllm_kernels.attention import default_backend
 from fnllm_kernels.kv_store import copy_blocks
@@ -75,7 +77,7 @@ class Machine:
         self.resident = Resident(cache, rows, make_rope(params.config, self.device))
         self.runners: dict[StepSpec, StepRunner] = {}
         self.last_runner: tuple[Variant | None, SamplerFeatures | None, StepRunner | None] = (None, None, None)
-        self.tried: set[Variant] = set()  # whose functions have passed a trial
+        self.tried: set[Any] = set()  # variants whose functions, and logits_fns that, have passed a trial
         self.choices: dict[tuple[Channel, ...], tuple[Choice, ...]] = {(): ()}  # of each row, for each set of channels
         self.features: list[SamplerFeatures] = [SamplerFeatures()] * options.max_num_seqs  # of each row
         self.batch_rows, self.batch_features = np.zeros(0, np.int32), SamplerFeatures()
@@ -87,8 +89,14 @@ class Machine:
         self.watch = watch(tp, self.device)
         self.asynchronous = self.device.type == "cuda"  # a launched step runs while the host goes on
         self.idle: State | None = None  # where the last `generate` ended, with its prefix cache
+        self.name = uuid.uuid4().hex  # states say whose cache they count on
+        self.lock = threading.RLock()  # held by the thread whose step, or whose whole call, is running
         self.seen_leaves: list[tuple[torch.Tensor, int]] = []
         self.params_version = 0
+
+    def __reduce__(self) -> tuple:
+        """A copy of params, or a pickle, holds None in a machine's place: it builds its own when it first needs one."""
+        return type(None), ()
 
     def attention_backends(self) -> tuple[str, str]:
         """The backends of decode steps and of steps with prefill chunks.
@@ -129,7 +137,11 @@ class Machine:
         self.report(f"captured activations take at most {needed / 1e6:.1f} MB on {self.device}")
 
     def version_of(self, params: Params) -> int:
-        """A number that changes whenever a weight does: another tensor, or the same one written in place."""
+        """A number that changes whenever a weight does: another tensor, or the same one written in place.
+
+        Reads no weight: PyTorch counts the writes to a tensor, but for those through `.data` or in inference mode, of
+        which `weights_changed` has to be told.
+        """
         leaves = [(leaf, -1 if leaf.is_inference() else leaf._version) for leaf in tensors_of(params.tree)]
         seen = self.seen_leaves
         if len(leaves) != len(seen) or any(a is not b or x != y for (a, x), (b, y) in zip(leaves, seen, strict=True)):
@@ -156,6 +168,15 @@ class Machine:
             return self.runner(variant, self.features_for(plan), params.tree)(
                 params.tree, inputs, max_context=max_context, capture=capture
             )
+
+    def clean(self) -> list[int]:
+        """Zero the blocks that hold NaN or infinity, and say which they were: they are lost to every state."""
+        used = torch.from_numpy(np.flatnonzero(self.written)).to(self.device)
+        found = zero_broken_blocks(self.resident.cache, used, self.tp.all_reduce_max)
+        if found:
+            self.clock += 1
+            self.written[found] = self.clock
+        return found
 
     def apply(self, plan: Plan, job_of: Callable[[int], Job], channels: tuple[Channel, ...]) -> None:
         """Bring cache and rows to where the plan starts: block copies, joining rows, grown block tables."""
@@ -206,6 +227,13 @@ class Machine:
             [job.tokens if looks_back(job.sampling) else () for job in jobs],
         )
 
+    def try_logits_fn(self, function: Callable) -> None:
+        """Refuse a logits_fn that returns no logits, before a request with it is queued."""
+        if function not in self.tried:
+            traced = self.options.compile in TRACED_MODES
+            try_logits_fn(function, self.config.vocab_size, self.device, traced=traced)
+            self.tried.add(function)
+
     def choices_of(self, channels: tuple[Channel, ...]) -> tuple[Choice, ...]:
         """The rows' choices among these channels."""
         if channels not in self.choices:
@@ -245,7 +273,8 @@ class Machine:
     def number_functions(self, rows: np.ndarray, functions: tuple[Callable, ...]) -> None:
         """Write each row's logits_fn as its place among the batch's, which other rows may have changed."""
         own = [self.features[row].logits_fns for row in rows.tolist()]
-        numbers = torch.tensor([functions.index(fns[0]) if fns else -1 for fns in own], dtype=torch.int32)
+        indices = [functions.index(fns[0]) if fns else -1 for fns in own]
+        numbers = torch.tensor(indices, dtype=torch.int32, device="cpu")
         where = send(torch.from_numpy(rows.astype(np.int64)), self.device)
         self.resident.rows.sampler.logits_fn.index_copy_(0, where, send(numbers, self.device))
 
@@ -365,12 +394,3 @@ def looks_back(sampling: Sampling) -> bool:
     """Whether a request's sampling depends on the tokens before."""
     penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
     return penalties != (1.0, 0.0, 0.0) or sampling.logits_fn is not None
-
-
-def host_memory() -> int:
-    """Free bytes of the host's memory; 4 GB where the system does not say."""
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return 4 << 30

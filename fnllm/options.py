@@ -1,10 +1,13 @@
 """Engine options: a validated value, and the pure functions that turn it into sizes."""
 
 import dataclasses
+import operator
 from dataclasses import dataclass
+from typing import Any
 
 from fnllm.compiled import COMPILE_MODES
 from fnllm.numerics import BACKEND, check_numerics
+from fnllm.rope import context_limit
 from fnllm.sampling import named_options
 from fnllm_weights import ModelConfig
 
@@ -32,8 +35,8 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name in SIZES:
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name} must be a positive integer or None, found {value!r}")
+            if value is not None:
+                object.__setattr__(self, name, positive(name, value))
         if self.utilization is not None and not 0 < self.utilization <= 1:
             raise ValueError(f"utilization must be above 0 and at most 1, found {self.utilization!r}")
         if self.compile is not None and self.compile not in COMPILE_MODES:
@@ -50,8 +53,29 @@ class EngineOptions:
             )
 
 
+def positive(name: str, value: Any) -> int:
+    """A size as a plain int; numpy's integers are some, too."""
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"{name} must be a positive integer or None, found {value!r}")
+    return number
+
+
 def resolve(options: EngineOptions, config: ModelConfig, on_gpu: bool) -> EngineOptions:
-    """The options with every size but `num_blocks` and `attention` decided."""
+    """The options with every size but `num_blocks` and `attention` decided.
+
+    Raises ValueError for a `max_model_len` beyond the positions that the model was made for.
+    """
+    limit = context_limit(config)
+    if limit is not None and (options.max_model_len or 0) > limit:
+        raise ValueError(
+            f"max_model_len={options.max_model_len} is more than the {limit} positions this model was made for "
+            f"(max_position_embeddings={config.max_position_embeddings}, rope scaling {config.rope.rope_type!r}); "
+            f"beyond them its text falls apart: use {limit} or less, or a config with a rope scaling that reaches it"
+        )
     block_size = options.block_size or (128 if on_gpu else 16)
     invariant = options.numerics == "batch_invariant"
     fastest = "none" if not on_gpu else "graphs" if invariant else "reduce-overhead"

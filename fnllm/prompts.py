@@ -1,6 +1,7 @@
 """Prompts in every form a caller may give, to token ids, each checked before anything runs."""
 
 import operator
+import os
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fnllm.sampling import Sampling
+from fnllm_weights import Params
 from fnllm_weights.tokenizer import Tokenizer, check_text
 
 FORMS = "text, a list of token ids, or a chat (a list of {'role': ..., 'content': ...})"
@@ -49,6 +51,13 @@ def normalise(prompts: Any, tokenizer: Tokenizer | None, vocab_size: int, *, err
             if isinstance(item, Exception):
                 raise item
     return Prompts(checked, single)
+
+
+def check_params_given(params: Any) -> None:
+    """Raise TypeError for what no `load` returned, such as the path of a checkpoint."""
+    if not isinstance(params, Params):
+        advice = f"; load it first: fnllm.load({str(params)!r})" if isinstance(params, (str, os.PathLike)) else ""
+        raise TypeError(f"params must be what fnllm.load returns, found {_kind(params)}{advice}")
 
 
 def pair_sampling(count: int, sampling: Any) -> tuple[Sampling, ...]:

@@ -34,7 +34,7 @@ def read_back(output: StepOutput, captured_tokens: int) -> Readback:
     parts = [sampled.ids, sampled.logprob, sampled.top_ids, sampled.top_logprobs]
     if sampled.ids.device.type == "cpu":
         return Readback(*(None if x is None else x.clone() for x in parts), captured, None)
-    host = [None if x is None else torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in parts]
+    host = [None if x is None else torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True) for x in parts]
     for target, source in zip(host, parts, strict=True):
         if target is not None:
             target.copy_(source, non_blocking=True)

@@ -49,8 +49,8 @@ def make_rope(config: ModelConfig, device: str | torch.device = "cpu") -> Rope:
     elif kind == "longrope":
         short, long, switch_length = _given(rope, "short_factor", "long_factor", "original_max_position_embeddings")
         attention_factor = _longrope_attention_factor(rope)
-        inv_freq = 1.0 / (torch.tensor(short, dtype=torch.float32) * theta**exponents)
-        long_inv_freq = (1.0 / (torch.tensor(long, dtype=torch.float32) * theta**exponents)).to(device)
+        inv_freq = 1.0 / (torch.tensor(short, dtype=torch.float32, device="cpu") * theta**exponents)
+        long_inv_freq = (1.0 / (torch.tensor(long, dtype=torch.float32, device="cpu") * theta**exponents)).to(device)
     return Rope(
         inv_freq=inv_freq.to(device),
         attention_factor=torch.tensor(attention_factor, dtype=torch.float32, device=device),
@@ -58,6 +58,19 @@ def make_rope(config: ModelConfig, device: str | torch.device = "cpu") -> Rope:
         long_inv_freq=long_inv_freq,
         growth=growth,
     )
+
+
+def context_limit(config: ModelConfig) -> int | None:
+    """Tokens that the positions of a model were made for; None for dynamic scaling, which stretches as it goes.
+
+    `max_position_embeddings`, which linear and YaRN scalings stretch by their factor unless the config has done so.
+    """
+    rope, given = config.rope, config.max_position_embeddings
+    if rope.rope_type == "dynamic":
+        return None
+    if rope.rope_type in ("linear", "yarn") and rope.factor is not None:
+        return max(given, int((rope.original_max_position_embeddings or given) * rope.factor))
+    return given
 
 
 def rope_tables(
@@ -118,7 +131,7 @@ def _yarn(rope: RopeConfig, dim: int) -> Float32[Tensor, " half_D"]:
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001  # no division by zero
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
     wavelengths = rope.rope_theta ** _exponents(dim)
     kept = 1 - ramp
     return 1.0 / (factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept

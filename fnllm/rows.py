@@ -46,15 +46,15 @@ def write_joins(
     tables = np.zeros((len(row), rows.block_table.shape[1]), dtype=np.int32)
     for index, blocks in enumerate(block_tables):
         tables[index, : len(blocks)] = blocks
-    where = send(torch.tensor(row), device)
-    rows.length.index_copy_(0, where, send(torch.tensor(length, dtype=torch.int32), device))
-    rows.prompt_length.index_copy_(0, where, send(torch.tensor(prompt_length, dtype=torch.int32), device))
+    where = send(torch.tensor(row, device="cpu"), device)
+    rows.length.index_copy_(0, where, send(torch.tensor(length, dtype=torch.int32, device="cpu"), device))
+    rows.prompt_length.index_copy_(0, where, send(torch.tensor(prompt_length, dtype=torch.int32, device="cpu"), device))
     rows.block_table.index_copy_(0, where, send(torch.from_numpy(tables), device))
     for field, values in zip(rows.sampler, sampler, strict=True):
         field.index_copy_(0, where, send(values, device))
     for at, tokens, prompt in zip(row, histories, prompt_length, strict=True):
         if tokens:
-            rows.history.tokens[at, : len(tokens)] = send(torch.tensor(tokens, dtype=torch.int32), device)
+            rows.history.tokens[at, : len(tokens)] = send(torch.tensor(tokens, dtype=torch.int32, device="cpu"), device)
             rows.history.lengths[at] = len(tokens)
             rows.history.prompt_lengths[at] = prompt
 

@@ -212,6 +212,8 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
             raise TypeError(f"stop[{i}] must be a string, found {_shown(item)}; token ids go into stop_token_ids")
         if not item:
             raise ValueError(f"stop[{i}] is empty; an empty string would stop at once, leave it out")
+        if any("\ud800" <= character <= "\udfff" for character in item):
+            raise ValueError(f"stop[{i}] has a lone surrogate, which no text can have: {item!r}")
     return tuple(dict.fromkeys(items))
 
 

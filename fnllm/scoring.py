@@ -15,10 +15,10 @@ from fnllm.completion import TokenLogprob
 from fnllm.context import Context
 from fnllm.distributed import world
 from fnllm.edits import Edit, channels_of, edits_of_each
-from fnllm.layers import Layers
+from fnllm.layers import Layers, check_layers
 from fnllm.model import forward
 from fnllm.numerics import BACKEND, check_numerics, exchanges_for, layers_for
-from fnllm.prompts import normalise
+from fnllm.prompts import check_params_given, normalise
 from fnllm.rope import Rope, make_rope, rope_tables
 from fnllm.rows import choices_of
 from fnllm.sampler import log_normaliser, masked_logits, token_logprobs, top_tokens
@@ -66,7 +66,9 @@ def score(
     `EngineOptions`. Sequences are packed into passes of at most `max_batched_tokens` tokens (a longer one makes a pass
     of its own). Raises ValueError for an empty sequence or an id outside the vocabulary.
     """
-    ids = normalise(list(sequences), params.tokenizer, params.config.vocab_size).ids
+    check_params_given(params)
+    given = list(sequences) if isinstance(sequences, Iterator) else sequences
+    ids = normalise(given, params.tokenizer, params.config.vocab_size).ids
     looked = [expand(params.config, one) for one in captures_of_each(capture, len(ids))]
     results: list[Any] = []
     for one in passes(params, ids, layers, edits, looked, checkpoint, numerics, max_batched_tokens, tp):
@@ -124,7 +126,7 @@ def passes(
     check_numerics(numerics)
     device = params.tree["norm"].device
     rope = make_rope(params.config, device)
-    layers = layers_for(watched_layers(layers or Layers()), numerics)
+    layers = layers_for(watched_layers(check_layers(layers)), numerics)
     layers = checkpointed(layers) if checkpoint else layers
     tp = exchanges_for(tp or world(params.shard), numerics)
     chosen = edits_of_each(edits, len(ids))

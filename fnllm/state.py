@@ -1,12 +1,13 @@
 """The engine's state as a value, and the pure functions that edit it between steps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fnllm import scheduler
 from fnllm.prompts import check_ids
 from fnllm.sampler import child_seed
+from fnllm.sampling import Sampling
 from fnllm.scheduler import Request, SchedulerState
 
 
@@ -21,6 +22,7 @@ class State:
     clock: int = 0
     variant: Any = None  # the layers, edits and captures that compute what the cache holds
     vocab_size: int | None = None  # tokens that are appended must be below it
+    machine: str = ""  # whose cache that is
 
 
 def add(state: State, request: Request) -> tuple[State, int]:
@@ -33,6 +35,7 @@ def fork(state: State, seq_id: int, *, seed: int | None = None) -> tuple[State, 
 
     A draw depends on seed, position and logits alone: without a seed of its own the fork goes on as its parent does.
     """
+    Sampling(seed=seed)  # TypeError or ValueError for what is no seed
     planned, new_id = scheduler.fork(state.scheduler, seq_id)
     if seed is not None:
         sequence = planned.sequences[new_id]
@@ -46,6 +49,8 @@ def append(state: State, seq_id: int, tokens: Sequence[int] = (), *, max_tokens:
 
     Raises ValueError for ids outside the vocabulary, and for more tokens than can ever run.
     """
+    if not isinstance(tokens, Iterable):
+        raise TypeError(f"tokens must be a list of token ids, found {type(tokens).__name__} {tokens!r}")
     tokens = tuple(tokens)
     if tokens and state.vocab_size is not None:
         tokens = check_ids("tokens", tokens, state.vocab_size)

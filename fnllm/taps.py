@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from fnllm.edits import Channel, name_of
+from fnllm.edits import USUAL, Channel, name_of
 from fnllm.tensor_parallel import TensorParallel
 from fnllm_weights import ModelConfig, Shard, local_sizes
 
@@ -62,6 +62,12 @@ def edited(x: Tensor, channel: Channel, choice: Choice, ctx: "Context") -> Tenso
     Raises ValueError when the function gives another shape or dtype.
     """
     entry = ctx.batch.entry
+    own = getattr(channel.apply, "__wrapped__", channel.apply) in USUAL  # a trial wraps it
+    if own and channel.shapes[0][-1:] != x.shape[-1:]:
+        raise ValueError(
+            f"the edit {name_of(channel.apply)} at {channel.site} has values of shape {channel.shapes[0]}; activations "
+            f"there are {x.shape[-1]} wide"
+        )
     y = channel.apply(x, ctx, *(values[entry] for values in choice.values))
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
         found = f"{tuple(y.shape)} {y.dtype}" if isinstance(y, Tensor) else type(y).__name__

@@ -71,6 +71,7 @@ def absorb(state: State, step: StepEvents, tracks: dict[int, Track], now: float)
         if seq_id in tracks:
             tracks[seq_id].cached = cached
     ended = {end.seq_id: (end.reason, end.stop_id) for end in events.finished if end.seq_id in tracks}
+    errors = dict(step.failed)
     for seq_id, token in zip(events.seq_ids.tolist(), events.tokens.tolist(), strict=True):
         one = tracks.get(seq_id)
         if one is None:
@@ -83,7 +84,7 @@ def absorb(state: State, step: StepEvents, tracks: dict[int, Track], now: float)
                 state = finish(state, seq_id, "stop")
                 ended[seq_id] = ("stop", None)
     for seq_id, (reason, stop_id) in ended.items():
-        chunks.append(close(tracks.pop(seq_id), tokens(state, seq_id), reason, stop_id, now))
+        chunks.append(close(tracks.pop(seq_id), tokens(state, seq_id), reason, stop_id, now, errors.get(seq_id)))
         state = abort(state, seq_id)
     return state, chunks
 
@@ -96,7 +97,9 @@ def feed(one: Track, ids: tuple[int, ...]) -> str:
     return text
 
 
-def close(one: Track, known: tuple[int, ...], reason: str, stop_id: int | None, now: float) -> Chunk:
+def close(
+    one: Track, known: tuple[int, ...], reason: str, stop_id: int | None, now: float, error: Exception | None = None
+) -> Chunk:
     """The last chunk of a request, with its completion. `known` are its tokens, prompt first."""
     new = known[len(one.prompt) :]
     already = one.fed
@@ -121,11 +124,18 @@ def close(one: Track, known: tuple[int, ...], reason: str, stop_id: int | None, 
             first_token=None if one.first_token is None else one.first_token - one.began,
             total=now - one.began,
         ),
+        error=named(error, one) if ended_by is None else None,
         **captured_until(one, len(one.prompt) + one.fed),
     )
     return Chunk(
         index=one.index, sample=one.sample, text=text, token_ids=new[already : one.fed], completion=completion
     )
+
+
+def named(error: Exception | None, one: Track) -> Exception | None:
+    """The error of a request with the request's place in the call in front."""
+    where = f"prompts[{one.index}]" + (f", sample {one.sample}" if one.sampling.n > 1 else "")
+    return None if error is None else type(error)(f"{where}: {error}")
 
 
 def keep_outputs(step: StepEvents, tracks: dict[int, Track]) -> None:
@@ -155,7 +165,10 @@ def keep_captured(one: Track, rows: CapturedRows, captured: dict[str, Tensor]) -
 def captured_until(one: Track, length: int) -> dict:
     """The captured activations of the first `length` tokens, as fields of a completion."""
     at = tuple(position for position in one.captured_at if position < length)
-    sites = {site: torch.cat(parts)[: len(at)] for site, parts in one.captured.items()}
+    sites = {
+        site: torch.cat(one.captured[site])[: len(at)] if site in one.captured else torch.empty(0)
+        for site in one.capture.sites
+    }
     return {"captured": sites, "captured_at": at}
 
 

@@ -1,10 +1,11 @@
 """A trial of swapped functions before they are compiled: what is wrong is said with the function's name.
 
 One eager step on padding, in which every swapped layer function and every edit is watched. It runs once for each
-variant of the layers, so steps themselves carry no checks.
+variant of the layers, so steps themselves carry no checks. A `logits_fn` is tried alone, before its request is queued.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from fnllm.batch import StepInputs
 from fnllm.compiled import Resident
 from fnllm.edits import name_of
 from fnllm.layers import Layers
+from fnllm.sampler import History, Sampled, SamplerFeatures
 from fnllm.step import StepSpec, step
 
 TOKENS = 3
@@ -41,6 +43,25 @@ def try_step(tree: dict, resident: Resident, spec: StepSpec, *, traced: bool) ->
     edits = tuple(c._replace(apply=watched(f"the edit at {c.site}", c.apply, None, None)) for c in spec.edits)
     spec = replace(spec, layers=watched_layers(spec.layers, traced=traced), edits=edits)
     step(tree, resident.cache, resident.rows, inputs, resident.rope, spec=spec, max_seqlen=TOKENS)
+
+
+def try_logits_fn(
+    function: Callable[..., Any], vocab_size: int, device: torch.device, *, traced: bool
+) -> None:
+    """Call a request's logits_fn on some logits and a history of one token each; raises as `try_step`."""
+    logits = torch.linspace(-4, 4, TOKENS * vocab_size, dtype=torch.float32, device=device).view(TOKENS, vocab_size)
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise TypeError(f"logits_fn ({name_of(function)}) is called with (logits, history): {error}") from None
+    except ValueError:  # a builtin that does not tell
+        pass
+    one = torch.ones(TOKENS, dtype=torch.int64, device=device)
+    history = History(torch.zeros(TOKENS, 8, dtype=torch.int32, device=device), one, one.clone())
+    with torch.no_grad():
+        watched("logits_fn", function, lambda logits, history: like(logits), Layers() if traced else None)(
+            logits, history
+        )
 
 
 def watched_layers(layers: Layers, *, traced: bool = False) -> Layers:
@@ -69,7 +90,9 @@ def watched(
                     f"{called} changed its {name} in place; others still read it: return a new tensor "
                     "(x + y, not x += y)"
                 )
-        if expected is not None:
+        if expected is compare_sampled:
+            compare_sampled(called, y, *args, **named)
+        elif expected is not None:
             compare(called, y, expected(*args))
         if traced is not None:
             trace(called, function, [a._replace(layers=traced) if hasattr(a, "layers") else a for a in args], named)
@@ -108,18 +131,35 @@ def compare(called: str, y: Any, wanted: tuple[tuple[int, ...], torch.dtype] | N
         raise TypeError(f"{called} must return {dtype}, found {y.dtype}; cast the result with .to(x.dtype)")
 
 
+def compare_sampled(called: str, y: Any, logits: Tensor, *args: Any, features: SamplerFeatures, **named: Any) -> None:
+    """Raise TypeError or ValueError unless `y` is what `sample` returns for these logits."""
+    if not isinstance(y, Sampled):
+        raise TypeError(f"{called} must return a fnllm.sampler.Sampled, found {type(y).__name__}; as in Sampled(ids)")
+    rows, floating = logits.shape[0], torch.promote_types(logits.dtype, torch.float32)
+    compare(f"{called}: Sampled.ids", y.ids, ((rows,), torch.int64))
+    if features.logprobs is not None:
+        compare(f"{called}: Sampled.logprob, which logprobs={features.logprobs} needs,", y.logprob, ((rows,), floating))
+    if features.logprobs:
+        width = min(features.logprobs, y.top_ids.shape[-1]) if isinstance(y.top_ids, Tensor) else features.logprobs
+        compare(f"{called}: Sampled.top_ids", y.top_ids, ((rows, width), torch.int64))
+        compare(f"{called}: Sampled.top_logprobs", y.top_logprobs, ((rows, width), floating))
+
+
 def version(x: Tensor) -> int:
     """Counts the writes to a tensor's memory."""
     return 0 if x.is_inference() else x._version
 
 
 def leaves(args: tuple) -> Iterator[tuple[str, Tensor]]:
-    """Tensors among a function's arguments, and in dicts among them, with names; what `ctx` holds is not its own."""
+    """Tensors among a function's arguments, in dicts and in a history among them, with names; what `ctx` holds is not
+    its own."""
     for index, arg in enumerate(args):
         if isinstance(arg, Tensor):
             yield f"argument {index + 1}", arg
         elif isinstance(arg, dict):
             yield from ((f"parameter {key!r}", x) for key, x in arg.items() if isinstance(x, Tensor))
+        elif isinstance(arg, History):
+            yield from ((f"history.{name}", x) for name, x in zip(arg._fields, arg, strict=True))
 
 
 def like(x: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
@@ -140,5 +180,5 @@ EXPECTED: dict[str, Callable[..., Any]] = {
     "moe": lambda p, x, ctx: like(x),
     "activation": lambda x, ctx: ((*x.shape[:-1], x.shape[-1] // 2), x.dtype),
     "lm_head": mapped,
-    "sample": lambda logits, rows, positions: None,
+    "sample": compare_sampled,
 }

@@ -14,8 +14,11 @@ from fnllm.sampler.rows import (
 )
 from fnllm.sampler.sample import Sampled, draw, needs_logits, sample, sample_from_hidden, sample_gathered
 from fnllm_kernels.noise import gumbel_noise
+from fnllm_kernels.order_keys import NAN_ID, NOTHING_ID
 
 __all__ = [
+    "NAN_ID",
+    "NOTHING_ID",
     "History",
     "Sampled",
     "SamplerFeatures",

@@ -1,5 +1,6 @@
 """What each row asks of the sampler, as tensors of one entry per row."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from fnllm.sampler.features import SamplerFeatures, stop_ids
 
 NO_ID = -1
+LARGE = 1e30
 
 
 class SamplerRows(NamedTuple):
@@ -82,26 +84,32 @@ def rows_from_sampling(
             raise ValueError(f"{name} holds {len(values)} values for {n} samplings; give one per sampling")
     stops = [stop_ids(s, eos_token_ids) for s in samplings]
     biases = [dict(s.logit_bias or {}) for s in samplings]
+    values = [[bounded(value) for value in b.values()] for b in biases]
     fns = [NO_ID if s.logits_fn is None else _index(features.logits_fns, s.logits_fn) for s in samplings]
 
     def column(values: list, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype)
+        return torch.tensor(values, dtype=dtype, device="cpu")
 
     return SamplerRows(
-        temperature=column([s.temperature for s in samplings], torch.float32),
+        temperature=column([bounded(s.temperature) for s in samplings], torch.float32),
         top_k=column([min(s.top_k, 2**31 - 1) for s in samplings], torch.int32),
         top_p=column([s.top_p for s in samplings], torch.float32),
         min_p=column([s.min_p for s in samplings], torch.float32),
-        repetition_penalty=column([s.repetition_penalty for s in samplings], torch.float32),
-        presence_penalty=column([s.presence_penalty for s in samplings], torch.float32),
-        frequency_penalty=column([s.frequency_penalty for s in samplings], torch.float32),
+        repetition_penalty=column([max(bounded(s.repetition_penalty), 1 / LARGE) for s in samplings], torch.float32),
+        presence_penalty=column([bounded(s.presence_penalty) for s in samplings], torch.float32),
+        frequency_penalty=column([bounded(s.frequency_penalty) for s in samplings], torch.float32),
         seed=column([signed_64(seed) for seed in seeds], torch.int64),
         min_position=column([p + s.min_tokens for p, s in zip(prompt_lengths, samplings, strict=True)], torch.int64),
         stop_ids=_padded(stops, features.stops, NO_ID, torch.int64, "stops"),
         bias_ids=_padded([list(b) for b in biases], features.bias, NO_ID, torch.int64, "bias"),
-        bias_values=_padded([list(b.values()) for b in biases], features.bias, 0.0, torch.float32, "bias"),
+        bias_values=_padded(values, features.bias, 0.0, torch.float32, "bias"),
         logits_fn=column(fns, torch.int32),
     )
+
+
+def bounded(value: float) -> float:
+    """A setting so far within float32 that what is computed with it is finite; -inf, which forbids, stays."""
+    return value if value == -math.inf else min(max(value, -LARGE), LARGE)
 
 
 def take_rows(rows: SamplerRows, index: Int[Tensor, " B"], features: SamplerFeatures | None = None) -> SamplerRows:
@@ -167,6 +175,5 @@ def _padded(lists: list, width: int, fill: int | float, dtype: torch.dtype, name
     longest = max((len(values) for values in lists), default=0)
     if longest > width:
         raise ValueError(f"a row needs {longest} entries of features.{name}={width}; use features_of")
-    return torch.tensor([list(values) + [fill] * (width - len(values)) for values in lists], dtype=dtype).reshape(
-        len(lists), width
-    )
+    table = [list(values) + [fill] * (width - len(values)) for values in lists]
+    return torch.tensor(table, dtype=dtype, device="cpu").reshape(len(lists), width)

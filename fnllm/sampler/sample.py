@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fnllm.sampler.features import SamplerFeatures
@@ -14,7 +14,7 @@ from fnllm.sampler.logprobs import log_normaliser, logits_at, masked_logits, top
 from fnllm.sampler.rows import SamplerRows
 from fnllm.tensor_parallel import SINGLE, TensorParallel
 from fnllm_kernels.noise import gumbel_noise
-from fnllm_kernels.order_keys import pack, packed_ids
+from fnllm_kernels.order_keys import NAN_KEY, or_failed, pack, packed_ids
 from fnllm_kernels.sample_head import sample_head, sample_logits
 
 
@@ -44,7 +44,9 @@ def sample(
 
     `rows` and `history` hold B rows; `positions` are those of the drawn tokens in their sequences; ids from
     `vocab_limit` on are never drawn. In order: logits_fn, penalties, bias, min_tokens, temperature, top-k, top-p,
-    min-p. Temperature 0 takes the largest logit, the lowest id on ties, whatever the filters.
+    min-p. Temperature 0 takes the largest logit, the lowest id on ties, whatever the filters. In place of an id a row
+    gets NAN_ID when one of its logits, or of what a logits_fn made of them, is NaN or +inf, which have no softmax, and
+    NOTHING_ID when all are -inf.
 
     Ranks exchange one integer per row, and for filters and log-probabilities a few more, never logits; only `logits_fn`
     gathers them, since it sees the first `vocab_size` (default: vocab_limit) columns of the whole vocabulary.
@@ -65,12 +67,17 @@ def sample(
         )
         return Sampled(found)
     width = vocab_limit if vocab_size is None else vocab_size
+    valid = valid_columns(logits.shape[1], vocab_start, vocab_limit)
+    broken = has_no_maximum(logits, valid)
     # Log-probabilities are those of the model's whole vocabulary, which scoring sees, too.
     raw = masked_logits(logits, vocab_start, width)
-    drawable = raw if width == vocab_limit else masked_logits(raw, vocab_start, vocab_limit)
+    if logits.dtype == torch.float64:  # log-probabilities keep their digits; draws and their filters are of float32
+        logits = logits.float()
+    drawable = raw.float() if width == vocab_limit else masked_logits(raw.float(), vocab_start, vocab_limit)
     adjusted = drawable
     if features.logits_fns:
         adjusted = _apply_logits_fns(drawable, rows, history, features, vocab_start, width, tp)
+        broken = broken | has_no_maximum(adjusted, valid)
     if features.penalties:
         counts, seen = token_counts(history, vocab_start, raw.shape[1])
         adjusted = penalise(adjusted, counts, seen, rows)
@@ -80,18 +87,19 @@ def sample(
         early = (positions < rows.min_position)[:, None] & (rows.stop_ids >= 0)
         adjusted = _add_at(adjusted, rows.stop_ids, torch.where(early, -torch.inf, 0.0), vocab_start)
     if adjusted is not drawable:
-        # Nothing above may bring back what must not be drawn, or leave a NaN.
+        # Nothing above may bring back what must not be drawn.
         adjusted = masked_logits(adjusted, vocab_start, vocab_limit)
     source = Source(adjusted, adjusted.shape[1])
     if adjusted is drawable:
-        source = Source(logits, valid_columns(logits.shape[1], vocab_start, vocab_limit))
+        source = Source(logits, valid)
     ids = draw(
-        adjusted, rows, positions, features=features, vocab_start=vocab_start, tp=tp, source=source, kernels=kernels
-    )
+        adjusted, rows, positions, features=features, vocab_start=vocab_start, tp=tp, source=source, kernels=kernels,
+        broken=broken,
+    )  # fmt: skip
     if features.logprobs is None:
         return Sampled(ids)
     normaliser = log_normaliser(raw, tp=tp)
-    logprob = logits_at(raw, ids, vocab_start=vocab_start, tp=tp) - normaliser
+    logprob = logits_at(raw, ids.clamp(min=0), vocab_start=vocab_start, tp=tp) - normaliser
     if features.logprobs == 0:
         return Sampled(ids, logprob)
     top_ids, top = top_tokens(raw, features.logprobs, vocab_start=vocab_start, tp=tp)
@@ -108,8 +116,12 @@ def draw(
     tp: TensorParallel = SINGLE,
     source: Source | None = None,
     kernels: bool | None = None,
+    broken: Bool[Tensor, " B"] | None = None,
 ) -> Int[Tensor, " B"]:
-    """Temperature, filters and the draw, for float32 logits without NaN; `source` as in `keep_mask`."""
+    """Temperature, filters and the draw, for float32 logits without NaN; `source` as in `keep_mask`.
+
+    Rows that are `broken` on any rank get NAN_ID on all.
+    """
     source = Source(logits, logits.shape[1]) if source is None else source
     if features.top_k or features.top_p or features.min_p:
         keep = keep_mask(logits, rows, features=features, tp=tp, source=source)
@@ -118,13 +130,15 @@ def draw(
     if logits.is_cuda if kernels is None else kernels:
         temperature = rows.temperature if features.noise else torch.zeros_like(rows.temperature)
         key = sample_logits(source.logits, temperature, rows.seed, positions, vocab_start, source.valid)
+        if broken is not None:
+            key = torch.where(broken, NAN_KEY, key)
         return packed_ids(tp.all_reduce_max(key))
     if features.noise:
         ids = vocab_start + torch.arange(logits.shape[1], device=logits.device)
         # logits + T * noise has the argmax of logits / T + noise, needs no division and is exact at T = 0.
         logits = logits + rows.temperature[:, None] * gumbel_noise(rows.seed, positions, ids)
     index = logits.argmax(-1, keepdim=True)  # the first of equal ones
-    key = pack(logits.gather(1, index), vocab_start + index).squeeze(1)
+    key = or_failed(pack(logits.gather(1, index), vocab_start + index).squeeze(1), broken)
     return packed_ids(tp.all_reduce_max(key))
 
 
@@ -152,6 +166,13 @@ def sample_from_hidden(
     valid = valid_columns(weight.shape[0], vocab_start, vocab_limit)
     key = sample_head(hidden, weight, temperature, rows.seed, positions, vocab_start, valid)
     return Sampled(packed_ids(tp.all_reduce_max(key)))
+
+
+def has_no_maximum(logits: Float[Tensor, "B V"], valid: int) -> Bool[Tensor, " B"]:
+    """Which rows have NaN or +inf among their first `valid` columns; a maximum is one pass and passes NaN on."""
+    if not valid:
+        return torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
+    return ~(logits[:, :valid].amax(-1) < torch.inf)
 
 
 def needs_logits(features: SamplerFeatures) -> bool:
@@ -189,4 +210,4 @@ def _add_at(
     """Logits plus `values` at `ids`, where those are in this rank's slice (padding, -1, is in none)."""
     local = ids - vocab_start
     here = (ids >= 0) & (local >= 0) & (local < logits.shape[1])
-    return logits.scatter_add(1, local.clamp(0, logits.shape[1] - 1), torch.where(here, values, 0.0))
+    return logits.scatter_add(1, local.clamp(0, logits.shape[1] - 1), torch.where(here, values.to(logits.dtype), 0.0))

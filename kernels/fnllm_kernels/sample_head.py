@@ -6,15 +6,15 @@ Two ops give packed keys (`order_keys.pack` of the best score and its id), so th
 - `fnllm::sample_head` multiplies the hidden states by the head and keeps each tile's logits in registers.
 
 Both draw argmax(logits + temperature * noise) with the noise of `noise.py`; a row of temperature 0 skips the noise.
-Tiles of the vocabulary meet in an atomic maximum, which is exact in any order.
+Tiles of the vocabulary meet in an atomic maximum, which is exact in any order. A row with NaN or +inf gives NAN_KEY,
+one that may draw nothing NOTHING_KEY: both are told from a tile's best score and cost no pass of their own.
 """
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fnllm_kernels import noise
-from fnllm_kernels.order_keys import pack
+from fnllm_kernels import noise, order_keys
 
 try:
     import triton
@@ -34,12 +34,14 @@ def sample_logits_reference(
     vocab_start: int,
     valid: int,
 ) -> Int[Tensor, " B"]:
-    """Packed keys of the rows' draws. Column j is id `vocab_start` + j; columns from `valid` on, and NaN count -inf."""
+    """Packed keys of the rows' draws, or NAN_KEY or NOTHING_KEY. Column j is id `vocab_start` + j; from `valid` on they
+    are not looked at."""
     columns = torch.arange(logits.shape[1], device=logits.device)
     ids = vocab_start + columns
-    logits = logits.float()
-    score = logits + temperature[:, None] * noise.gumbel_noise(seed, position, ids)
-    return pack(torch.where((columns < valid) & ~logits.isnan(), score, -torch.inf), ids[None, :]).amax(-1)
+    logits = torch.where(columns < valid, logits.float(), -torch.inf)
+    score = torch.where(logits == logits, logits, torch.inf)
+    score = score + temperature[:, None] * noise.gumbel_noise(seed, position, ids)
+    return order_keys.or_failed(order_keys.pack(score, ids[None, :]).amax(-1), (score == torch.inf).any(-1))
 
 
 def sample_head_reference(
@@ -147,6 +149,8 @@ if triton is not None:
     SEED_1 = tl.constexpr(noise.SEED_1)
     SEED_2 = tl.constexpr(noise.SEED_2)
     LARGEST = tl.constexpr(noise.LARGEST)
+    NAN_KEY = tl.constexpr(order_keys.NAN_KEY)
+    NOTHING_KEY = tl.constexpr(order_keys.NOTHING_KEY)
 
     @triton.jit
     def _mix(x):
@@ -186,10 +190,13 @@ if triton is not None:
             return -tl.log(tl.where(v < 0.0625, series, -tl.log(1 - v)))
 
     @triton.jit
-    def _pack(score, ids):
+    def _key(score, ids):
+        """`order_keys.pack`, and the two keys of scores that no token may have."""
         bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
         order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-        return order * 4294967296 + (4294967295 - ids.to(tl.int64))
+        key = order * 4294967296 + (4294967295 - ids.to(tl.int64))
+        key = tl.where(score == float("-inf"), NOTHING_KEY, key)
+        return tl.where(score == float("inf"), NAN_KEY, key)
 
     @triton.jit
     def _sample_logits_kernel(
@@ -201,13 +208,13 @@ if triton is not None:
         inside = columns < valid
         place = logits + row * row_stride + columns.to(tl.int64) * column_stride
         score = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
-        score = tl.where(score == score, score, float("-inf"))
+        score = tl.where(score == score, score, float("inf"))
         t = tl.load(temperature + row)
         if t > 0:
             key_1, key_2 = _row_keys(tl.load(seed + row), tl.load(position + row))
             score += t * _gumbel(vocab_start + columns, key_1, key_2, FAST)
         highest, index = tl.max(score, 0, return_indices=True)
-        tl.atomic_max(best + row, _pack(highest, vocab_start + tl.program_id(0) * TILE + index))
+        tl.atomic_max(best + row, _key(highest, vocab_start + tl.program_id(0) * TILE + index))
 
     @triton.jit
     def _sample_head_kernel(
@@ -240,7 +247,7 @@ if triton is not None:
             # A row of temperature 0 keeps its logits, infinite ones included.
             drawn = score + t[None, :] * _gumbel((vocab_start + columns)[:, None], key_1[None, :], key_2[None, :], FAST)
             score = tl.where(t[None, :] > 0, drawn, score)
-        usable = (columns < valid)[:, None] & (score == score)
-        highest, index = tl.max(tl.where(usable, score, float("-inf")), 0, return_indices=True)
-        key = _pack(highest, vocab_start + tl.program_id(1) * BLOCK_V + index)
+        score = tl.where(score == score, score, float("inf"))
+        highest, index = tl.max(tl.where((columns < valid)[:, None], score, float("-inf")), 0, return_indices=True)
+        key = _key(highest, vocab_start + tl.program_id(1) * BLOCK_V + index)
         tl.atomic_max(best + row, key, mask=here)

@@ -118,3 +118,21 @@ def check_a_gradient_between_ranks_is_refused_and_not_lost(expected: None) -> No
         fnllm.score(params, [[3, 1, 4]])
     with torch.no_grad():
         assert len(fnllm.score(params, [[3, 1, 4]])[0]) == 2
+
+
+def check_logits_that_are_nan_on_one_rank_fail_the_request_on_all(expected: dict) -> None:
+    params = fnllm.load(ORACLE / "qwen3-odd")
+    options = {"block_size": 4, "num_blocks": 32, "max_num_seqs": 4, "errors": "return"}
+    greedy = fnllm.Sampling(temperature=0, max_tokens=5, ignore_eos=True)
+    hurt = replace(greedy, logits_fn=nan_after_four)
+    healthy, broken = fnllm.generate(params, [[5, 6], [7, 8]], [greedy, hurt], **options)
+    assert len(healthy.token_ids) == 5 and len(broken.token_ids) == 2
+    assert isinstance(broken.error, FloatingPointError), broken.error
+    if dist.get_rank() == 1:
+        params.tree["lm_head"][0, 0] = torch.nan
+    (lost,) = fnllm.generate(params, [[5, 6]], greedy, **options)
+    assert isinstance(lost.error, FloatingPointError) and not lost.token_ids
+
+
+def nan_after_four(logits, history):
+    return torch.where((history.lengths >= 4)[:, None], torch.nan, logits)

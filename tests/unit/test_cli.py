@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -228,6 +229,14 @@ def test_a_model_without_chat_template_is_refused(monkeypatch, capsys):
     use(monkeypatch, Api(templates=()))
     assert cli.main(["chat"]) == 2
     assert "has no chat template" in capsys.readouterr().err
+
+
+def test_chat_without_a_model_names_one_that_can(capsys):
+    """The demo model itself, with nothing put in its place."""
+    assert cli.main(["chat", "--device", "cpu"]) == 2
+    told = capsys.readouterr().err
+    assert "only continues text" in told and "--model smollm2/" in told and "examples/make_smollm2.py" in told
+    assert (Path(__file__).parents[2] / "examples" / "make_smollm2.py").exists()
 
 
 def test_the_second_ctrl_c_raises():

@@ -49,7 +49,8 @@ def execute(
     began = time.perf_counter()
     handles = {file: _open(folder / file) for file in {copy.file for copy in plan.copies}}
     handles |= {copy.twin.file: _open(folder / copy.twin.file) for copy in plan.copies if copy.twin}
-    tensors = {leaf.path: torch.empty(leaf.shape, dtype=dtype, device=device) for leaf in plan.leaves}
+    with torch.inference_mode(False):  # the threads that fill them are in no mode, nor is whoever trains them
+        tensors = {leaf.path: torch.empty(leaf.shape, dtype=dtype, device=device) for leaf in plan.leaves}
     for leaf in plan.leaves:
         for box in leaf.padding:
             view(tensors[leaf.path], box).zero_()
@@ -97,7 +98,7 @@ def _fill_gpu(
     # A new thread starts on device 0, where even pinned memory would open a context.
     with torch.cuda.device(device):
         stream = torch.cuda.Stream(device)
-        buffers = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        buffers = [torch.empty(CHUNK, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
         sent = [torch.cuda.Event() for _ in range(2)]
         # The tensors' memory may still be in use by kernels queued earlier, and their padding is being zeroed.
         stream.wait_event(ready)

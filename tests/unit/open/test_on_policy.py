@@ -58,6 +58,36 @@ def test_fault_11_a_replaced_tree_takes_effect_at_once(tiny):
     assert len(machine.runners) == built and list(params.workspace.values()) == [machine]
 
 
+def through_data(params):
+    params.tree["layers"][1]["down"].data.mul_(-2).add_(0.05)
+
+
+def through_numpy(params):
+    weight = params.tree["layers"][1]["down"].detach().numpy()
+    weight *= -2
+    weight += 0.05
+
+
+def in_inference_mode(params):
+    with torch.inference_mode():
+        params.tree["layers"][1]["down"].mul_(-2).add_(0.05)
+
+
+@pytest.mark.parametrize("write", [through_data, through_numpy, in_inference_mode])
+def test_writes_that_pytorch_does_not_count_are_told(tiny, write):
+    params, expected = fresh(tiny), fresh(tiny)
+    if write is in_inference_mode:
+        with torch.inference_mode():
+            params = fresh(tiny)
+    change(expected.tree)
+    before = run(params)
+    write(params)
+    fnllm.weights_changed(params)
+    after = run(params)
+    assert after.cached_tokens == 0 and after.token_ids == run(expected).token_ids != before.token_ids
+    assert run(params).cached_tokens == 8  # told once, it is over
+
+
 def test_an_optimizer_step_counts_as_a_change(tiny):
     params = fresh(tiny)
     weight = params.tree["layers"][2]["qkv"].requires_grad_()

@@ -1,0 +1,59 @@
+"""Requests whose next token could not be drawn: which, and what is said of each (pure)."""
+
+import numpy as np
+from jaxtyping import Int32
+
+from fnllm.edits import name_of
+from fnllm.sampler import NAN_ID, NOTHING_ID
+from fnllm.sampling import Sampling
+from fnllm.scheduler import Plan, SchedulerState
+
+
+def any_failed(ids: Int32[np.ndarray, " B"], vocab_size: int) -> bool:
+    """Whether some id is no token: as unsigned numbers the negative ones lie above all tokens."""
+    return bool((ids.view(np.uint32) >= vocab_size).any())
+
+
+def failures(
+    state: SchedulerState, plan: Plan, ids: Int32[np.ndarray, " B"], vocab_size: int
+) -> tuple[tuple[int, Exception], ...]:
+    """(sequence, error) of every entry whose sequence waits for this step's token and got none."""
+    found = []
+    for entry in np.flatnonzero(plan.samples & (ids.view(np.uint32) >= vocab_size)).tolist():
+        seq_id = int(plan.seq_ids[entry])
+        if awaits(state, plan, seq_id):
+            request = state.sequences[seq_id].request
+            place = int(plan.starts[entry] + plan.query_lens[entry])
+            found.append((seq_id, failure(int(ids[entry]), request.payload.sampling, plan.step, place, vocab_size)))
+    return tuple(found)
+
+
+def awaits(state: SchedulerState, plan: Plan, seq_id: int) -> bool:
+    """Whether `commit` would accept the plan's token of a sequence: it has not ended or been edited since."""
+    sequence = state.sequences.get(seq_id)
+    if sequence is None or sequence.reason is not None:
+        return False
+    if sequence.row >= 0:
+        return int(state.rows.joined[sequence.row]) <= plan.step
+    return sequence.pending > 0 and sequence.joined <= plan.step
+
+
+def failure(id: int, sampling: Sampling, step: int, place: int, vocab_size: int) -> Exception:
+    """The error for a request that got `id` instead of a token."""
+    where = f"in step {step}, for the token at position {place},"
+    function = sampling.logits_fn
+    made = "" if function is None else f", or what logits_fn ({name_of(function)}) made of them,"
+    if id == NAN_ID:
+        return FloatingPointError(
+            f"{where} the logits{made} hold NaN or infinity, so no token can be drawn; a weight, a swapped function or "
+            "an edit makes them, and errors='return' with capture='layers.*.resid_post' shows where they begin"
+            + ("; to force a token give all others -inf" if function else "")
+        )
+    if id == NOTHING_ID:
+        return ValueError(
+            f"{where} every token of the vocabulary has logit -inf, so none can be drawn; logits_fn, logit_bias and "
+            "min_tokens together must leave one"
+        )
+    return ValueError(
+        f"{where} layers.sample drew {id}; token ids are 0 to {vocab_size - 1}, and -1 says that a row's logits are NaN"
+    )

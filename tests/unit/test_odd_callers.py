@@ -1,0 +1,116 @@
+"""Callers who mean something else, or come by another way: told what is wrong by name, or given what they meant."""
+
+import copy
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import GREEDY, drain, tiny
+
+import fnllm
+from fnllm import Capture, Sampling
+
+IDS = [5, 6, 7, 9, 10]
+SMALL = {"max_model_len": 40, "max_num_seqs": 3, "block_size": 4, "num_blocks": 20}
+SHORT = dataclasses.replace(GREEDY, max_tokens=6)
+SITE = "layers.0.resid_post"
+
+
+def engine(**options):
+    return fnllm.engine(tiny(), **{**SMALL, **options})
+
+
+def generate(**options):
+    return fnllm.generate(options.pop("params", tiny()), IDS, SHORT, **SMALL, **options)[0]
+
+
+def add(worker, **options):
+    return fnllm.add(worker.init(), worker.request(IDS, SHORT, **options))
+
+
+WRONG = {
+    "no params": (lambda: generate(params=None), TypeError, "params must be what fnllm.load returns, found NoneType"),
+    "a path": (lambda: generate(params="demo/"), TypeError, r"params must be .*; load it first: fnllm.load\('demo/'\)"),
+    "a path to score": (lambda: fnllm.score("demo/", [IDS]), TypeError, "params must be"),
+    "a path for an engine": (lambda: fnllm.engine("demo/"), TypeError, "params must be"),
+    "layers": (lambda: generate(layers=3), TypeError, "layers must be a fnllm.Layers.* found int"),
+    "the class": (lambda: generate(layers=fnllm.Layers), TypeError, "layers must be a fnllm.Layers.* found type"),
+    "a layer": (lambda: engine(layers=fnllm.Layers()._replace(mlp=None)), TypeError, "layers.mlp must be a function"),
+    "capture": (lambda: generate(capture=3), TypeError, "capture must be sites.*found 3"),
+    "sites": (lambda: Capture(3), TypeError, "sites must be a name or several.*found 3"),
+    "positions": (lambda: Capture(SITE, 1.5), TypeError, "positions must be one of.*found 1.5"),
+    "a bool position": (lambda: Capture(SITE, [True]), TypeError, "positions must be one of"),
+    "direction": (lambda: fnllm.ablate(SITE, torch.zeros(24)), ValueError, "direction has the length 0.0"),
+    "narrow": (
+        lambda: generate(edits=fnllm.steer(SITE, torch.ones(3))), ValueError,
+        r"add_vector at layers.0.resid_post has values of shape \(3,\); activations there are 24 wide",
+    ),
+    "device": (lambda: fnllm.load(device="gpu"), ValueError, "device='gpu' is not known; use 'cpu', 'cuda'"),
+    "sampling": (lambda: engine().request(IDS, None), TypeError, "sampling must be a Sampling"),
+    "seed": (lambda: engine().request(IDS, SHORT, seed=1.5), ValueError, "seed must be an integer"),
+    "bias": (lambda: engine().request(IDS, Sampling(logit_bias={99: 1})), ValueError, "logit_bias has id 99, outside"),
+    "stop": (lambda: engine().request(IDS, Sampling(stop="a")), ValueError, "needs text|for generate and stream"),
+    "n": (lambda: engine().request(IDS, Sampling(n=2)), ValueError, "n=2 is for generate and stream.*sample=0, 1"),
+    "prompt_logprobs": (lambda: engine().request(IDS, Sampling(prompt_logprobs=1)), ValueError, "use fnllm.score"),
+    "fork": (lambda: fnllm.fork(*add(engine()), seed="a"), TypeError, "seed must be an integer"),
+    "append": (lambda: fnllm.append(*add(engine()), 5), TypeError, "tokens must be a list of token ids, found int 5"),
+    "long": (
+        lambda: fnllm.generate(tiny(), [IDS, [1] * 41], SHORT, **SMALL), ValueError,
+        r"prompts\[1\]: prompt has 41 tokens and can never run",
+    ),
+    "log": (lambda: fnllm.replay(engine(), ["step"]), TypeError, "a log is a list of fnllm.event"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_named(name):
+    call, kind, message = WRONG[name]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_a_text_is_scored_as_a_text():
+    params = fnllm.load(device="cpu")
+    text = "In the beginning"
+    ids = list(params.tokenizer.encode(text))
+    (whole,), (same,) = fnllm.score(params, text), fnllm.score(params, [ids])
+    assert whole.shape == (len(ids) - 1,) and torch.equal(whole, same)
+    (again,) = fnllm.score(params, (one for one in [text]))
+    assert torch.equal(whole, again)
+
+
+def test_positions_that_a_request_never_reaches_give_empty_activations():
+    one = generate(capture=Capture(("logits", SITE), (300,)))
+    assert one.captured_at == () and set(one.captured) == {"logits", SITE}
+    assert all(len(x) == 0 for x in one.captured.values())
+
+
+def test_vectors_and_positions_may_be_numpys():
+    vector = torch.randn(24, generator=torch.Generator().manual_seed(0))
+    wanted = generate(edits=fnllm.steer(SITE, vector, 3.0))
+    assert generate(edits=fnllm.steer(SITE, vector.numpy(), 3.0)).token_ids == wanted.token_ids
+    assert generate(edits=fnllm.steer(SITE, vector.tolist(), 3.0)).token_ids == wanted.token_ids
+    assert generate(capture=Capture(SITE, np.array([0, 2]))).captured_at == (0, 2)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("moved", [lambda s: s, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))],
+                         ids=["as it is", "deepcopy", "pickle"])
+def test_a_state_goes_on_in_another_engine_of_the_same_model(steps, moved):
+    """Whose cache is another: nothing in it is taken for the state's."""
+    here, there = engine(), fnllm.engine(tiny()._replace(workspace={}), **SMALL)
+    fnllm.generate(tiny()._replace(workspace=there.params.workspace), [1] * 30, SHORT, **SMALL)  # its blocks are in use
+    state, seq_id = add(here)
+    for _ in range(steps):
+        state, _ = here.step(state)
+    wanted = fnllm.tokens(drain(here, state), seq_id)
+    assert fnllm.tokens(drain(there, moved(state)), seq_id) == wanted
+    assert fnllm.tokens(drain(here, state), seq_id) == wanted  # and back
+
+
+def test_a_state_of_other_sizes_is_refused():
+    state, _ = add(engine())
+    with pytest.raises(ValueError, match="engine of other sizes.*block_size=4.*block_size=8"):
+        engine(block_size=8).step(state)

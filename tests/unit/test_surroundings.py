@@ -1,0 +1,150 @@
+"""What surrounds a call: threads, copies of params, torch's modes and defaults, settings at the ends of float32."""
+
+import copy
+import pickle
+import threading
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny
+
+import fnllm
+
+PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8], [9]]
+SMALL = {"max_model_len": 64, "max_num_seqs": 4, "block_size": 4, "num_blocks": 40}
+GREEDY = fnllm.Sampling(temperature=0, max_tokens=12, ignore_eos=True)
+BUSY = fnllm.Sampling(
+    temperature=0.8, top_p=0.9, top_k=20, repetition_penalty=1.1, logit_bias={3: 1.0}, min_tokens=2, logprobs=2, seed=4,
+    max_tokens=12, ignore_eos=True, stop_token_ids=(40,), prompt_logprobs=1,
+)  # fmt: skip
+
+
+def fresh(seed=21):
+    return tiny(seed)._replace(workspace={})
+
+
+def run(params, sampling=GREEDY, **options):
+    return [one.token_ids for one in fnllm.generate(params, PROMPTS, sampling, **{**SMALL, **options})]
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_threads_that_share_params_get_what_each_gets_alone(live):
+    params, wrong = fresh(), []
+    prompts = [[n, n + 1, 2 * n + 1] for n in range(4)]
+    wanted = [fnllm.generate(params, one, GREEDY, **SMALL)[0].token_ids for one in prompts]
+
+    def work(number):
+        for _ in range(4):
+            if live:
+                chunks = list(fnllm.stream(params, [prompts[number]], GREEDY, **SMALL))
+                found = tuple(id for chunk in chunks for id in chunk.token_ids)
+            else:
+                found = fnllm.generate(params, [prompts[number]], GREEDY, **SMALL)[0].token_ids
+            if found != wanted[number]:
+                wrong.append((number, found))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_an_error_in_one_thread_leaves_the_machine_to_the_others():
+    params = fresh()
+
+    def broken(logits, history):
+        if int(history.lengths.max()) > 4:
+            raise KeyError("mine")
+        return logits
+
+    def work():
+        with pytest.raises(KeyError):
+            fnllm.generate(params, [[1, 2]], fnllm.Sampling(logits_fn=broken), **SMALL)
+
+    kept = []  # as a notebook does, so that the frames of the call live on
+    try:
+        fnllm.generate(params, [[1, 2]], fnllm.Sampling(logits_fn=broken), **SMALL)
+    except KeyError as error:
+        kept.append(error)
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert kept and not thread.is_alive()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))], ids=["deepcopy", "pickle"])
+def test_copies_of_params_are_free_of_the_engines_of_the_original(copied):
+    params = fresh()
+    wanted = run(params)
+    other = copied(params)
+    assert run(other) == wanted
+    (machine,), (theirs,) = params.workspace.values(), other.workspace.values()
+    assert theirs is not machine
+    other.tree["layers"][0]["down"].zero_()
+    fnllm.weights_changed(other)
+    assert run(params) == wanted != run(other)
+
+
+MODES = {
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "grad": torch.enable_grad,
+    "another device": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, BUSY], ids=["greedy", "busy"])
+@pytest.mark.parametrize("mode", MODES)
+def test_an_engine_built_in_a_mode_works_in_it_and_outside(mode, sampling):
+    wanted, params = run(fresh(), sampling), fresh()
+    with MODES[mode]():
+        assert run(params, sampling) == wanted
+    assert run(params, sampling) == wanted
+    with MODES[mode]():
+        assert run(params, BUSY) == run(params, BUSY)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_params_loaded_in_a_mode_can_be_trained_outside(mode, tmp_path):
+    fnllm.save(fresh(), tmp_path)
+    with MODES[mode]():
+        params = fnllm.load(tmp_path, device="cpu")
+    weight = params.tree["layers"][0]["down"].requires_grad_()
+    fnllm.score(params, PROMPTS)[0].sum().backward()
+    assert weight.grad is not None and weight.dtype == torch.float32
+
+
+def test_another_default_dtype_changes_nothing():
+    wanted = run(fresh(), BUSY)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert run(fresh(), BUSY) == wanted
+        assert fnllm.score(fresh(), PROMPTS)[0].dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_settings_beyond_float32_are_its_ends():
+    flat = [run(fresh(), fnllm.Sampling(temperature=t, seed=3, max_tokens=6, ignore_eos=True)) for t in (1e30, 1e308)]
+    assert flat[0] == flat[1] and len(set(flat[0][0])) > 2
+    base = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    (never, *_) = run(fresh(), fnllm.Sampling(presence_penalty=1e300, **base))
+    assert len(set(never)) == 6
+    (always, *_) = run(fresh(), fnllm.Sampling(logit_bias={5: 1e300}, **base))
+    assert always == (5,) * 6
+    (again, *_) = run(fresh(), fnllm.Sampling(repetition_penalty=1e-300, frequency_penalty=-1e300, **base))
+    assert len(set(again)) == 1
+
+
+def test_sizes_may_be_numpys():
+    assert run(fresh(), block_size=np.int64(4)) == run(fresh())
+    with pytest.raises(ValueError, match="block_size must be a positive integer or None, found True"):
+        run(fresh(), block_size=True)
+
+
+def test_a_stop_string_that_no_text_can_have_is_refused():
+    with pytest.raises(ValueError, match=r"stop\[1\] has a lone surrogate"):
+        fnllm.Sampling(stop=["a", "\ud800"])
