@@ -12,59 +12,13 @@ import torch
 from torch import Tensor
 
 from fnllm.batch import Rows, StepInputs
+from fnllm.buckets import Bucket, HostInputs, padding
 from fnllm.cache import KVCache
+from fnllm.options import Settings
 from fnllm.rope import Rope
 from fnllm.rows import send
 from fnllm.step import StepOutput, StepSpec, step
-
-# eager; eager in CUDA graphs (no compile time); compiled; compiled in CUDA graphs
-COMPILE_MODES = ("none", "graphs", "inductor", "reduce-overhead")
-TRACED_MODES = ("inductor", "reduce-overhead")
-
-
-class Bucket(NamedTuple):
-    """The sizes of one captured step. `tokens` None is a decode step."""
-
-    entries: int
-    tokens: int | None
-    captured: int | None  # tokens whose activations leave the step
-    max_context: int  # no sequence is longer
-
-    @property
-    def name(self) -> str:
-        return f"decode of {self.entries}" if self.tokens is None else f"prefill of {self.tokens} tokens"
-
-
-class HostInputs(NamedTuple):
-    """A step's inputs as numpy arrays, padded to their bucket."""
-
-    row: np.ndarray
-    accept: np.ndarray
-    cu_seqlens: np.ndarray
-    token_ids: np.ndarray | None = None
-    entry: np.ndarray | None = None
-    captured: np.ndarray | None = None
-
-
-def ladder(largest: int, smallest: int = 1) -> tuple[int, ...]:
-    """Bucket sizes: every power of two to 16, then steps of a half octave's quarter, and always the largest itself.
-
-    >>> ladder(20)
-    (1, 2, 4, 8, 16, 20)
-    """
-    sizes, size = [], smallest
-    while size < largest:
-        sizes.append(size)
-        size += size if size < 16 else max(8, 1 << (size.bit_length() - 3))
-    return (*sizes, largest)
-
-
-def round_up(size: int, sizes: tuple[int, ...]) -> int:
-    """The smallest bucket that holds `size`; ValueError when none does."""
-    for bucket in sizes:
-        if size <= bucket:
-            return bucket
-    raise ValueError(f"a step of size {size} is larger than the largest bucket, {sizes[-1]}")
+from fnllm_weights import ParamTree
 
 
 class Resident(NamedTuple):
@@ -76,7 +30,7 @@ class Resident(NamedTuple):
 
 
 def advance_in_place(
-    tree: dict, resident: Resident, inputs: StepInputs, *, spec: StepSpec, max_seqlen: int, max_context: int
+    tree: ParamTree, resident: Resident, inputs: StepInputs, *, spec: StepSpec, max_seqlen: int, max_context: int
 ) -> StepOutput:
     """`step`, with the new rows written over the old ones: what is compiled and captured."""
     cache, rows, rope = resident
@@ -103,26 +57,26 @@ class Captured:
     inputs: StepInputs
     sent: HostInputs | None
     output: StepOutput
-    tree: dict
+    tree: ParamTree
 
 
 class StepRunner:
     """Runs steps of one spec; builds what a bucket needs at its first use and says so through `report`."""
 
-    def __init__(self, spec: StepSpec, resident: Resident, mode: str, report: Callable[[str], None]):
-        self.spec, self.resident, self.mode, self.report = spec, resident, mode, report
+    def __init__(self, spec: StepSpec, resident: Resident, settings: Settings, report: Callable[[str], None]):
+        self.spec, self.resident, self.settings, self.report = spec, resident, settings, report
         self.device = resident.rows.length.device
         self.graphs: dict[Bucket, Captured] = {}
-        self.pool = torch.cuda.graph_pool_handle() if mode in ("graphs", "reduce-overhead") else None
+        self.pool = torch.cuda.graph_pool_handle() if settings.captured else None
         self.compiled: dict[tuple[bool, int], Callable[..., StepOutput]] = {}
 
-    def __call__(self, tree: dict, host: HostInputs, *, max_context: int, capture: bool) -> StepOutput:
+    def __call__(self, tree: ParamTree, host: HostInputs, *, max_context: int, capture: bool) -> StepOutput:
         """Run one step. With `capture` its bucket is replayed as a CUDA graph; its outputs last until the next step."""
         tokens, captured_tokens = (None if x is None else len(x) for x in (host.token_ids, host.captured))
         bucket = Bucket(len(host.row), tokens, captured_tokens, max_context)
-        if not capture or self.mode not in ("graphs", "reduce-overhead"):
-            inputs = StepInputs(*(None if x is None else self.upload(x) for x in host))
-            if self.mode not in TRACED_MODES:
+        if not (capture and self.settings.captured):
+            inputs = self.upload_all(host)
+            if not self.settings.traced:
                 return self.function(bucket)(tree, self.resident, inputs)
             made, began = graphs_traced(), time.perf_counter()
             output = self.function(bucket)(tree, self.resident, inputs)
@@ -131,7 +85,7 @@ class StepRunner:
             return output
         captured = self.graphs.get(bucket)
         if captured is None or not same_storage(captured.tree, tree):
-            captured = self.graphs[bucket] = self.capture(tree, host, bucket)
+            captured = self.graphs[bucket] = self.capture(tree, bucket)
         self.send(captured, host)
         captured.graph.replay()
         return captured.output
@@ -141,13 +95,13 @@ class StepRunner:
         kind = (bucket.entries == 1, bucket.max_context)  # torch.compile specialises on size one
         if kind not in self.compiled:
 
-            def run(tree: dict, resident: Resident, inputs: StepInputs) -> StepOutput:
+            def run(tree: ParamTree, resident: Resident, inputs: StepInputs) -> StepOutput:
                 longest = 1 if inputs.token_ids is None else inputs.token_ids.shape[0]
                 return advance_in_place(
                     tree, resident, inputs, spec=self.spec, max_seqlen=longest, max_context=bucket.max_context
                 )
 
-            if self.mode in TRACED_MODES:
+            if self.settings.traced:
                 # A code object of its own, since torch.compile counts recompilations by it. Sizes are dynamic where
                 # `upload` marks them and nowhere else: torch would take those that differ from another model's for
                 # changing ones, since it knows them by the line of code.
@@ -156,10 +110,15 @@ class StepRunner:
             self.compiled[kind] = run
         return self.compiled[kind]
 
+    def upload_all(self, host: HostInputs) -> StepInputs:
+        row, accept, cu_seqlens = (self.upload(x) for x in (host.row, host.accept, host.cu_seqlens))
+        rest = (None if x is None else self.upload(x) for x in (host.token_ids, host.entry, host.captured))
+        return StepInputs(row, accept, cu_seqlens, *rest)
+
     def upload(self, x: np.ndarray) -> Tensor:
         """A host array on the device; its length is one of many, which the compiler is told before it asks."""
         tensor = send(torch.from_numpy(x), self.device)
-        if self.mode in TRACED_MODES and len(x) > 2:
+        if self.settings.traced and len(x) > 2:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return tensor
 
@@ -171,10 +130,11 @@ class StepRunner:
                 target.copy_(send(torch.from_numpy(new), self.device), non_blocking=True)
         captured.sent = host
 
-    def capture(self, tree: dict, host: HostInputs, bucket: Bucket) -> Captured:
+    def capture(self, tree: ParamTree, bucket: Bucket) -> Captured:
         """Compile and warm up on padding, which writes nothing, then capture."""
         began = time.perf_counter()
-        inputs = StepInputs(*(None if x is None else self.upload(x) for x in padding_like(host, self.resident.rows)))
+        empty = padding(bucket.entries, bucket.tokens, bucket.captured, self.settings.max_num_seqs)
+        inputs = self.upload_all(empty)
         run = self.function(bucket)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -196,18 +156,6 @@ class StepRunner:
 def graphs_traced() -> int:
     """How many graphs torch.compile has made in this process; asking loads the compiler."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-def padding_like(host: HostInputs, rows: Rows) -> HostInputs:
-    """Inputs of the same sizes in which every entry is padding."""
-    return HostInputs(
-        row=np.full_like(host.row, rows.length.shape[0] - 1),
-        accept=np.zeros_like(host.accept),
-        cu_seqlens=host.cu_seqlens if host.token_ids is None else np.zeros_like(host.cu_seqlens),
-        token_ids=None if host.token_ids is None else np.zeros_like(host.token_ids),
-        entry=None if host.entry is None else np.full_like(host.entry, len(host.row)),
-        captured=None if host.captured is None else np.zeros_like(host.captured),
-    )
 
 
 def same_storage(a: Any, b: Any) -> bool:

@@ -76,16 +76,16 @@ class Engine:
 
     @property
     def limits(self) -> SchedulerConfig:
-        options = self.machine.options
+        settings = self.machine.settings
         return SchedulerConfig(
             num_blocks=self.machine.num_blocks,
-            block_size=options.block_size,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            max_model_len=options.max_model_len,
-            prefix_cache=options.prefix_cache,
-            chunked_prefill=options.chunked_prefill,
-            max_chunk=options.max_chunk,
+            block_size=settings.block_size,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_model_len=settings.max_model_len,
+            prefix_cache=settings.prefix_cache,
+            chunked_prefill=settings.chunked_prefill,
+            max_chunk=settings.max_chunk,
         )
 
     def init(self) -> State:

@@ -153,7 +153,7 @@ def serve(
                     params.config,
                     one.capture,
                     prompt_tokens=len(one.prompt),
-                    new_tokens=min(one.sampling.max_tokens, machine.options.max_model_len - len(one.prompt)),
+                    new_tokens=min(one.sampling.max_tokens, machine.settings.max_model_len - len(one.prompt)),
                     dtype=machine.dtype,
                 )
                 for one in tracks.values()
@@ -242,8 +242,8 @@ def score_prompts(
         [one.sampling.prompt_logprobs or 0 for one in asked.values()],
         layers=layers,
         edits=[edits[index] for index in asked],
-        numerics=machine.options.numerics,
-        max_batched_tokens=machine.options.max_num_batched_tokens,
+        numerics=machine.settings.numerics,
+        max_batched_tokens=machine.settings.max_num_batched_tokens,
         tp=machine.tp,
     )
     of_prompt = dict(zip(asked, found, strict=True))

@@ -10,14 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from fnllm.buckets import common_buckets, context_bound, pad_to_power, padded, padding
 from fnllm.cache import allocate, block_bytes, blocks_that_fit, host_memory, zero_broken_blocks
 from fnllm.capture import NOTHING, Capture
-from fnllm.compiled import TRACED_MODES, HostInputs, Resident, StepRunner, ladder, round_up
+from fnllm.compiled import Resident, StepRunner
 from fnllm.distributed import least
 from fnllm.edits import Channel, Edit
 from fnllm.layers import Layers
 from fnllm.numerics import exchanges_for, layers_for
-from fnllm.options import EngineOptions, blocks_for_load
+from fnllm.options import Settings, blocks_for_load
 from fnllm.rope import make_rope
 from fnllm.rows import empty_choices, empty_rows, send, write_choices, write_joins, write_tables
 from fnllm.sampler import SamplerFeatures, features_of, rounded, rows_from_sampling, union, widen_rows
@@ -31,11 +32,7 @@ from fnllm.trial import try_logits_fn, try_step
 from fnllm.watch import watch
 from fnllm_kernels.attention import default_backend
 from fnllm_kernels.kv_store import copy_blocks
-from fnllm_weights import Params, local_sizes
-
-CAPTURED_PREFILL = (64, 128, 256, 512, 1024, 2048)  # prefill steps up to the last of these are replayed as graphs
-CAPTURED_ENTRIES = 8  # ... when they hold at most so many sequences; so are full steps, of any number
-SHORT_CONTEXT = 4096  # decode steps of only shorter sequences have graphs of their own: attention divides differently
+from fnllm_weights import Params, ParamTree, local_sizes
 
 
 class Variant(NamedTuple):
@@ -60,9 +57,9 @@ class Job(NamedTuple):
 class Machine:
     """Fixed-address tensors and the steps compiled around them, shared by all engines on the same parameters."""
 
-    def __init__(self, params: Params, options: EngineOptions, tp: TensorParallel, report: Callable[[str], None]):
+    def __init__(self, params: Params, settings: Settings, tp: TensorParallel, report: Callable[[str], None]):
         weight = params.tree["embed"]
-        self.config, self.options, self.tp, self.report = params.config, options, tp, report
+        self.config, self.settings, self.tp, self.report = params.config, settings, tp, report
         self.sizes = local_sizes(params.config, params.shard)
         self.device, self.dtype = weight.device, weight.dtype
         self.backends = self.attention_backends()
@@ -70,22 +67,21 @@ class Machine:
         if params.tokenizer is not None:
             self.vocab_limit = min(self.vocab_limit, params.tokenizer.num_ids)
         # One plan serves all ranks, so the pool is as large as the rank with the least room can make it.
-        self.num_blocks = options.num_blocks or least(tp, self.device, self.affordable_blocks)
-        cache = allocate(self.config, self.sizes, self.num_blocks, options.block_size, self.dtype, self.device)
-        max_blocks = -(-options.max_model_len // options.block_size)
-        rows = empty_rows(options.max_num_seqs, max_blocks, options.max_model_len, self.device)
+        self.num_blocks = settings.num_blocks or least(tp, self.device, self.affordable_blocks)
+        cache = allocate(self.config, self.sizes, self.num_blocks, settings.block_size, self.dtype, self.device)
+        max_blocks = -(-settings.max_model_len // settings.block_size)
+        rows = empty_rows(settings.max_num_seqs, max_blocks, settings.max_model_len, self.device)
         self.resident = Resident(cache, rows, make_rope(params.config, self.device))
         self.runners: dict[StepSpec, StepRunner] = {}
         self.last_runner: tuple[Variant | None, SamplerFeatures | None, StepRunner | None] = (None, None, None)
         self.tried: set[Any] = set()  # variants whose functions, and logits_fns that, have passed a trial
         self.choices: dict[tuple[Channel, ...], tuple[Choice, ...]] = {(): ()}  # of each row, for each set of channels
-        self.features: list[SamplerFeatures] = [SamplerFeatures()] * options.max_num_seqs  # of each row
+        self.features: list[SamplerFeatures] = [SamplerFeatures()] * settings.max_num_seqs  # of each row
         self.batch_rows, self.batch_features = np.zeros(0, np.int32), SamplerFeatures()
-        self.entry_sizes = ladder(options.max_num_seqs)
         # Which step wrote a block last, so that a state from before that step is not continued on its contents.
         self.clock = 0
         self.written = np.zeros(self.num_blocks, np.int64)
-        self.tables = np.zeros((options.max_num_seqs, max_blocks), np.int32)  # the rows' block tables, on the host
+        self.tables = np.zeros((settings.max_num_seqs, max_blocks), np.int32)  # the rows' block tables, on the host
         self.watch = watch(tp, self.device)
         self.asynchronous = self.device.type == "cuda"  # a launched step runs while the host goes on
         self.idle: State | None = None  # where the last `generate` ended, with its prefix cache
@@ -103,27 +99,27 @@ class Machine:
 
         FlashAttention prefills faster; for decode the project's own kernel is faster (benchmarks/results/kernels.json).
         """
-        if self.options.attention is not None:
-            return self.options.attention, self.options.attention
-        best = default_backend(self.device, self.dtype, self.config.head_dim, self.options.block_size)
+        if self.settings.attention is not None:
+            return self.settings.attention, self.settings.attention
+        best = default_backend(self.device, self.dtype, self.config.head_dim, self.settings.block_size)
         return ("triton" if best in ("fa3", "fa2") else best), best
 
     def affordable_blocks(self) -> int:
         """Blocks for the pool from the memory that is free now."""
-        options = self.options
+        settings = self.settings
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
         else:
             free = total = host_memory()  # others live there too: the share is of what is free
         width = max(self.sizes.vocab_rows, 4 * self.config.hidden_size, 2 * self.sizes.intermediate)
-        activations = 6 * options.max_num_batched_tokens * self.config.hidden_size * 4
+        activations = 6 * settings.max_num_batched_tokens * self.config.hidden_size * 4
         return blocks_that_fit(
             free=free,
             total=total,
-            reserve=activations + 3 * options.max_num_seqs * width * 4,
-            utilization=options.utilization,
-            per_block=block_bytes(self.config, self.sizes, options.block_size, self.dtype),
-            needed=blocks_for_load(options.max_model_len, options.max_num_seqs, options.block_size),
+            reserve=activations + 3 * settings.max_num_seqs * width * 4,
+            utilization=settings.utilization,
+            per_block=block_bytes(self.config, self.sizes, settings.block_size, self.dtype),
+            needed=blocks_for_load(settings.max_model_len, settings.max_num_seqs, settings.block_size),
         )
 
     def reserve_for_captures(self, needed: int) -> None:
@@ -158,8 +154,8 @@ class Machine:
         """
         self.clock += 1
         self.apply(plan, job_of, variant.edits)
-        inputs, capture = self.host_inputs(plan)
-        max_context = 0 if inputs.token_ids is not None else self.context_bound(plan)
+        inputs, capture = padded(plan, self.settings, self.device.type == "cuda")
+        max_context = 0 if inputs.token_ids is not None else context_bound(plan, self.settings.max_model_len)
         if len(captured):
             inputs = inputs._replace(captured=pad_to_power(captured))
         else:
@@ -230,14 +226,14 @@ class Machine:
     def try_logits_fn(self, function: Callable) -> None:
         """Refuse a logits_fn that returns no logits, before a request with it is queued."""
         if function not in self.tried:
-            traced = self.options.compile in TRACED_MODES
+            traced = self.settings.traced
             try_logits_fn(function, self.config.vocab_size, self.device, traced=traced)
             self.tried.add(function)
 
     def choices_of(self, channels: tuple[Channel, ...]) -> tuple[Choice, ...]:
         """The rows' choices among these channels."""
         if channels not in self.choices:
-            self.choices[channels] = empty_choices(channels, self.options.max_num_seqs + 1, self.device)
+            self.choices[channels] = empty_choices(channels, self.settings.max_num_seqs + 1, self.device)
         return self.choices[channels]
 
     def widen(self, features: SamplerFeatures) -> None:
@@ -264,12 +260,6 @@ class Machine:
                 self.number_functions(plan.rows, features.logits_fns)
         return rounded(self.batch_features)
 
-    def context_bound(self, plan: Plan) -> int:
-        """One of two bounds on the keys of this step's sequences, so that few steps are compiled."""
-        longest, limit = int(plan.starts.max()) + 1, self.options.max_model_len
-        assert limit is not None  # `resolve` has decided it
-        return SHORT_CONTEXT if longest <= SHORT_CONTEXT < limit else limit
-
     def number_functions(self, rows: np.ndarray, functions: tuple[Callable, ...]) -> None:
         """Write each row's logits_fn as its place among the batch's, which other rows may have changed."""
         own = [self.features[row].logits_fns for row in rows.tolist()]
@@ -280,45 +270,13 @@ class Machine:
 
     def mark_written(self, plan: Plan) -> None:
         decode = slice(0, plan.num_decode)
-        size = self.options.block_size
+        size = self.settings.block_size
         self.written[self.tables[plan.rows[decode], plan.starts[decode] // size]] = self.clock
         for entry in range(plan.num_decode, len(plan.rows)):
             first, last = plan.starts[entry] // size, (plan.starts[entry] + plan.query_lens[entry] - 1) // size
             self.written[self.tables[plan.rows[entry], first : last + 1]] = self.clock
 
-    def host_inputs(self, plan: Plan) -> tuple[HostInputs, bool]:
-        """The plan's entries as arrays padded to their bucket, and whether that bucket is replayed as a graph."""
-        entries, tokens = len(plan.rows), int(plan.query_lens.sum())
-        on_gpu = self.device.type == "cuda"
-        decode = plan.num_decode == entries
-        if decode:
-            capture, size, length = True, round_up(entries, self.entry_sizes) if on_gpu else entries, None
-        else:
-            few = tokens <= CAPTURED_PREFILL[-1] and entries <= CAPTURED_ENTRIES
-            capture = few or tokens == self.options.max_num_batched_tokens
-            size = CAPTURED_ENTRIES if few else self.entry_sizes[-1] + 1
-            length = round_up(tokens, CAPTURED_PREFILL) if few else up_to_64(tokens)
-            if not on_gpu:
-                size, length = entries, tokens
-        row = np.full(size, self.options.max_num_seqs, np.int64)
-        row[:entries] = plan.rows
-        accept = np.zeros(size, bool)
-        accept[:entries] = plan.samples
-        cu_seqlens = np.empty(size + 1, np.int32)
-        if decode:
-            cu_seqlens[:] = np.arange(size + 1)
-            return HostInputs(row, accept, cu_seqlens), capture
-        cu_seqlens[0] = 0
-        np.cumsum(plan.query_lens, out=cu_seqlens[1 : entries + 1])
-        cu_seqlens[entries + 1 :] = tokens
-        token_ids = np.zeros(length, np.int64)
-        token_ids[: plan.num_decode] = -1  # the row's last token
-        token_ids[plan.num_decode : tokens] = plan.prefill_tokens
-        entry = np.full(length, size, np.int64)
-        entry[:tokens] = np.repeat(np.arange(entries), plan.query_lens)
-        return HostInputs(row, accept, cu_seqlens, token_ids, entry), capture
-
-    def runner(self, variant: Variant, features: SamplerFeatures, tree: dict) -> StepRunner:
+    def runner(self, variant: Variant, features: SamplerFeatures, tree: ParamTree) -> StepRunner:
         """The runner for a variant and what its sampler must do; the last one is found without hashing."""
         last_variant, last_features, runner = self.last_runner
         if last_variant is variant and last_features == features and runner is not None:
@@ -326,10 +284,10 @@ class Machine:
         spec = StepSpec(
             config=self.config,
             sizes=self.sizes,
-            layers=layers_for(variant.layers, self.options.numerics),
-            tp=exchanges_for(self.tp, self.options.numerics),
+            layers=layers_for(variant.layers, self.settings.numerics),
+            tp=exchanges_for(self.tp, self.settings.numerics),
             backends=self.backends,
-            block_size=self.options.block_size,
+            block_size=self.settings.block_size,
             vocab_limit=self.vocab_limit,
             features=features,
             capture=variant.capture,
@@ -339,9 +297,9 @@ class Machine:
             rows = self.resident.rows._replace(edits=self.choices_of(variant.edits))
             functions = variant._replace(capture=())
             if functions not in self.tried and functions != Variant():
-                try_step(tree, self.resident._replace(rows=rows), spec, traced=self.options.compile in TRACED_MODES)
+                try_step(tree, self.resident._replace(rows=rows), spec, traced=self.settings.traced)
                 self.tried.add(functions)
-            self.runners[spec] = StepRunner(spec, self.resident._replace(rows=rows), self.options.compile, self.report)
+            self.runners[spec] = StepRunner(spec, self.resident._replace(rows=rows), self.settings, self.report)
         self.last_runner = (variant, features, self.runners[spec])
         return self.runners[spec]
 
@@ -351,22 +309,13 @@ class Machine:
         Those of short contexts, for a batch whose sampler does what `features` says. Without graphs there is nothing
         to prepare.
         """
-        if self.options.compile not in ("graphs", "reduce-overhead"):
+        if not self.settings.captured:
             return
-        runner = self.runner(variant, rounded(features), params.tree)
-        scratch, bound = self.options.max_num_seqs, min(SHORT_CONTEXT, self.options.max_model_len)
+        runner, scratch = self.runner(variant, rounded(features), params.tree), self.settings.max_num_seqs
         with torch.no_grad():
-            for size in self.entry_sizes:
-                rows = np.full(size, scratch, np.int64)
-                step = HostInputs(rows, np.zeros(size, bool), np.arange(size + 1, dtype=np.int32))
-                runner(params.tree, step, max_context=bound, capture=True)
-            full = up_to_64(self.options.max_num_batched_tokens)
-            for size, tokens in (*((CAPTURED_ENTRIES, t) for t in CAPTURED_PREFILL), (self.entry_sizes[-1] + 1, full)):
-                rows = np.full(size, scratch, np.int64)
-                ends = np.zeros(size + 1, np.int32)
-                ids, entry = np.zeros(tokens, np.int64), np.full(tokens, size, np.int64)
-                step = HostInputs(rows, np.zeros(size, bool), ends, ids, entry)
-                runner(params.tree, step, max_context=0, capture=True)
+            for bucket in common_buckets(self.settings):
+                empty = padding(bucket.entries, bucket.tokens, None, scratch)
+                runner(params.tree, empty, max_context=bucket.max_context, capture=True)
 
 
 def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
@@ -376,18 +325,6 @@ def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
     else:
         for part in tree.values() if isinstance(tree, dict) else tree:
             yield from tensors_of(part)
-
-
-def up_to_64(tokens: int) -> int:
-    """The next multiple of 64, so that few sizes are met."""
-    return -(-tokens // 64) * 64
-
-
-def pad_to_power(tokens: np.ndarray) -> np.ndarray:
-    """Token numbers padded with 0 to a power of two of at least 8, so that few sizes are compiled."""
-    padded = np.zeros(max(8, 1 << (len(tokens) - 1).bit_length()), np.int64)
-    padded[: len(tokens)] = tokens
-    return padded
 
 
 def looks_back(sampling: Sampling) -> bool:

@@ -6,9 +6,10 @@ from torch import Tensor
 from fnllm.context import Context
 from fnllm.decode_layer import attention_counters, decode_layer, fuses
 from fnllm.layers import add_norm
+from fnllm_weights import ParamTree
 
 
-def forward(tree: dict, ctx: Context) -> Float[Tensor, "T H"]:
+def forward(tree: ParamTree, ctx: Context) -> Float[Tensor, "T H"]:
     """Hidden states after the final norm, for every token of `ctx.batch`.
 
     The residual stream is carried beside the sublayers' outputs, so that each addition meets the norm behind it in

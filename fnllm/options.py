@@ -5,13 +5,15 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
-from fnllm.compiled import COMPILE_MODES
 from fnllm.numerics import BACKEND, check_numerics
 from fnllm.rope import context_limit
 from fnllm.sampling import named_options
 from fnllm_weights import ModelConfig
 
 SIZES = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "max_chunk")
+# eager; eager in CUDA graphs (no compile time); compiled; compiled in CUDA graphs
+COMPILE_MODES = ("none", "graphs", "inductor", "reduce-overhead")
+TRACED_MODES, CAPTURED_MODES = ("inductor", "reduce-overhead"), ("graphs", "reduce-overhead")
 
 
 @named_options
@@ -42,7 +44,7 @@ class EngineOptions:
         if self.compile is not None and self.compile not in COMPILE_MODES:
             raise ValueError(f"compile must be one of {', '.join(COMPILE_MODES)}, found {self.compile!r}")
         check_numerics(self.numerics)
-        if self.numerics == "batch_invariant" and self.compile in ("inductor", "reduce-overhead"):
+        if self.numerics == "batch_invariant" and self.compile in TRACED_MODES:
             raise ValueError(
                 "numerics='batch_invariant' runs the functions as they are, with compile='none' or 'graphs': code that "
                 f"is fused anew for other sizes rounds otherwise; found compile={self.compile!r}"
@@ -51,6 +53,34 @@ class EngineOptions:
             raise ValueError(
                 f"numerics='batch_invariant' has an attention of its own; found attention={self.attention!r}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Engine options with everything decided but what free memory and installed packages decide; fields as there."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int | None
+    utilization: float
+    prefix_cache: bool
+    chunked_prefill: bool
+    max_chunk: int | None
+    compile: str
+    attention: str | None
+    numerics: str
+
+    @property
+    def traced(self) -> bool:
+        """Whether steps go through torch.compile."""
+        return self.compile in TRACED_MODES
+
+    @property
+    def captured(self) -> bool:
+        """Whether steps are replayed as CUDA graphs."""
+        return self.compile in CAPTURED_MODES
 
 
 def positive(name: str, value: Any) -> int:
@@ -64,8 +94,8 @@ def positive(name: str, value: Any) -> int:
     return number
 
 
-def resolve(options: EngineOptions, config: ModelConfig, on_gpu: bool) -> EngineOptions:
-    """The options with every size but `num_blocks` and `attention` decided.
+def resolve(options: EngineOptions, config: ModelConfig, on_gpu: bool) -> Settings:
+    """What the options mean for this model on this kind of device.
 
     Raises ValueError for a `max_model_len` beyond the positions that the model was made for.
     """
@@ -76,18 +106,18 @@ def resolve(options: EngineOptions, config: ModelConfig, on_gpu: bool) -> Engine
             f"(max_position_embeddings={config.max_position_embeddings}, rope scaling {config.rope.rope_type!r}); "
             f"beyond them its text falls apart: use {limit} or less, or a config with a rope scaling that reaches it"
         )
-    block_size = options.block_size or (128 if on_gpu else 16)
     invariant = options.numerics == "batch_invariant"
     fastest = "none" if not on_gpu else "graphs" if invariant else "reduce-overhead"
-    return dataclasses.replace(
-        options,
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    decided = dict(
         max_model_len=options.max_model_len or config.max_position_embeddings,
         max_num_batched_tokens=options.max_num_batched_tokens or (8192 if on_gpu else 2048),
-        block_size=block_size,
+        block_size=options.block_size or (128 if on_gpu else 16),
         utilization=options.utilization or (0.9 if on_gpu else 0.2),
         compile=options.compile or fastest,
         attention=BACKEND if invariant else options.attention,
     )
+    return Settings(**{**given, **decided})
 
 
 def blocks_for_load(max_model_len: int, max_num_seqs: int, block_size: int) -> int:

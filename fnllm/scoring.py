@@ -25,7 +25,7 @@ from fnllm.sampler import log_normaliser, masked_logits, token_logprobs, top_tok
 from fnllm.taps import Taps, no_taps, whole_site, whole_sites
 from fnllm.tensor_parallel import SINGLE, TensorParallel
 from fnllm.trial import watched_layers
-from fnllm_weights import Params, local_sizes
+from fnllm_weights import Params, ParamTree, local_sizes
 
 HEAD_ROWS = 1024  # rows of logits that exist at a time
 
@@ -214,7 +214,7 @@ def context(
     )
 
 
-def packed_logprobs(tree: dict, hidden: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, " T"]:
+def packed_logprobs(tree: ParamTree, hidden: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, " T"]:
     """Log-probability of every token of the batch given those before it; 0 for the first of each sequence."""
 
     def of_targets(logits: Tensor, targets: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ def packed_logprobs(tree: dict, hidden: Float[Tensor, "T H"], ctx: Context) -> F
     return torch.where(ctx.batch.positions == 0, 0.0, torch.cat(parts).roll(1))
 
 
-def packed_tokens(tree: dict, one: Pass, count: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+def packed_tokens(tree: ParamTree, one: Pass, count: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """For the token after each row: (id, log-probability, ids and log-probabilities of the `count` most likely)."""
     ctx = one.ctx
 
@@ -240,7 +240,7 @@ def packed_tokens(tree: dict, one: Pass, count: int) -> Iterator[tuple[Tensor, T
 
 
 def by_head(
-    tree: dict, hidden: Float[Tensor, "T H"], ctx: Context, use: Callable[[Tensor, Tensor], Any]
+    tree: ParamTree, hidden: Float[Tensor, "T H"], ctx: Context, use: Callable[[Tensor, Tensor], Any]
 ) -> Iterator[Any]:
     """`use(logits, next tokens)` over HEAD_ROWS rows at a time: logits of the whole batch never exist at once."""
     targets = ctx.batch.token_ids.roll(-1)
@@ -260,7 +260,7 @@ def by_head(
 
 
 def with_captured(
-    tree: dict, one: Pass, logprobs: Sequence[Tensor], captures: Sequence[Capture], lengths: Sequence[int]
+    tree: ParamTree, one: Pass, logprobs: Sequence[Tensor], captures: Sequence[Capture], lengths: Sequence[int]
 ) -> list[Scored]:
     """The scores of a pass with each sequence's captured activations."""
     ctx = one.ctx

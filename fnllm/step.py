@@ -18,7 +18,7 @@ from fnllm.sampler import Sampled, SamplerFeatures, take_history, take_rows
 from fnllm.taps import Taps, whole_sites
 from fnllm.tensor_parallel import TensorParallel
 from fnllm_kernels.attention import ReferencePlan, attention_metadata
-from fnllm_weights import LocalSizes, ModelConfig
+from fnllm_weights import LocalSizes, ModelConfig, ParamTree
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class StepOutput(NamedTuple):
 
 
 def step(
-    tree: dict,
+    tree: ParamTree,
     cache: KVCache,
     rows: Rows,
     inputs: StepInputs,

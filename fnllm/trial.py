@@ -19,11 +19,12 @@ from fnllm.edits import name_of
 from fnllm.layers import Layers
 from fnllm.sampler import History, Sampled, SamplerFeatures
 from fnllm.step import StepSpec, step
+from fnllm_weights import ParamTree
 
 TOKENS = 3
 
 
-def try_step(tree: dict, resident: Resident, spec: StepSpec, *, traced: bool) -> None:
+def try_step(tree: ParamTree, resident: Resident, spec: StepSpec, *, traced: bool) -> None:
     """Run the spec's step once on padding, with its swapped functions watched.
 
     Raises ValueError for a wrong shape, TypeError for a wrong type or dtype or a function that torch.compile cannot

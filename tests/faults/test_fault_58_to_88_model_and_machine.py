@@ -12,8 +12,8 @@ import torch
 from tiny_models import GREEDY, NAMES, ORACLE, checkpoint, golden, plain_greedy, tiny
 
 import fnllm
+from fnllm.buckets import ladder, round_up
 from fnllm.cache import blocks_that_fit
-from fnllm.compiled import ladder, round_up
 from fnllm.layers import Layers, add_norm, norm
 from fnllm.rope import make_rope
 from fnllm.scoring import context, packed_batch

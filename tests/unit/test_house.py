@@ -27,8 +27,10 @@ LAYERS = """
     decode_layer numerics
     model
     step
+    options
+    buckets
     compiled readback
-    options trial
+    trial
     machine scoring
     engines
     tracks log

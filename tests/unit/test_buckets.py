@@ -1,0 +1,95 @@
+"""The buckets of steps, with the rules of a GPU tried on plans alone."""
+
+import numpy as np
+import pytest
+
+from fnllm.buckets import CAPTURED_ENTRIES, Bucket, common_buckets, context_bound, ladder, padded, padding, up_to_64
+from fnllm.options import EngineOptions, resolve
+from fnllm.scheduler import Plan
+from fnllm_weights import ModelConfig
+
+CONFIG = ModelConfig(
+    architecture="Qwen3ForCausalLM", vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+    num_attention_heads=1, num_key_value_heads=1, head_dim=8, max_position_embeddings=9000,
+)  # fmt: skip
+SETTINGS = resolve(EngineOptions(max_num_seqs=40, max_num_batched_tokens=3000), CONFIG, True)
+
+
+def plan(decode: int, prefill: tuple[int, ...] = (), starts: int = 7) -> Plan:
+    """Rows 0, 1, ...: `decode` single tokens, then chunks of these lengths."""
+    entries = decode + len(prefill)
+    lens = np.array([1] * decode + list(prefill), np.int32)
+    empty = np.zeros(0, np.int32)
+    return Plan(
+        step=0, rows=np.arange(entries, dtype=np.int32), seq_ids=np.arange(entries), starts=np.full(entries, starts),
+        query_lens=lens, num_decode=decode, prefill_tokens=np.arange(sum(prefill)) % 50, samples=np.ones(entries, bool),
+        joins=(), table_updates=(empty,) * 3, copies=(empty,) * 2,
+    )  # fmt: skip
+
+
+def bucket(*args, on_gpu=True) -> tuple:
+    inputs, captured = padded(plan(*args), SETTINGS, on_gpu)
+    return len(inputs.row), None if inputs.token_ids is None else len(inputs.token_ids), captured
+
+
+def test_decode_steps_are_captured_by_their_entries():
+    assert [bucket(n) for n in (1, 3, 16, 17, 40)] == [(n, None, True) for n in (1, 4, 16, 24, 40)]
+    assert bucket(17, on_gpu=False) == (17, None, True)
+
+
+@pytest.mark.parametrize(
+    ("decode", "prefill", "expected"),
+    [
+        (0, (5,), (CAPTURED_ENTRIES, 64, True)),
+        (2, (100, 1946), (CAPTURED_ENTRIES, 2048, True)),
+        (2, (100, 1947), (41, 2112, False)),
+        (8, (5,), (41, 64, False)),  # small, and of too many sequences
+        (0, (3000,), (41, 3008, True)),  # as large as a step may be
+        (36, (1000, 1964), (41, 3008, True)),
+        (0, (2999,), (41, 3008, False)),
+    ],
+)
+def test_prefill_steps_are_captured_when_small_or_full(decode, prefill, expected):
+    assert bucket(decode, prefill) == expected
+
+
+def test_what_is_captured_beforehand_is_what_steps_ask_for():
+    known = set(common_buckets(SETTINGS))
+    for step in (plan(1), plan(9), plan(40), plan(0, (64,)), plan(3, (2000,)), plan(5, (2000, 995))):
+        inputs, captured = padded(step, SETTINGS, True)
+        tokens = None if inputs.token_ids is None else len(inputs.token_ids)
+        bound = context_bound(step, SETTINGS.max_model_len) if tokens is None else 0
+        assert captured and Bucket(len(inputs.row), tokens, None, bound) in known
+
+
+def test_padding_is_behind_the_entries_and_names_the_scratch_row():
+    inputs, _ = padded(plan(1, (3,)), SETTINGS, True)
+    assert inputs.row.tolist() == [0, 1] + [40] * 6
+    assert inputs.accept.tolist() == [True, True] + [False] * 6
+    assert inputs.cu_seqlens.tolist() == [0, 1, 4, 4, 4, 4, 4, 4, 4]
+    assert inputs.token_ids[:5].tolist() == [-1, 0, 1, 2, 0]
+    assert inputs.entry[:4].tolist() == [0, 1, 1, 1] and set(inputs.entry[4:].tolist()) == {8}
+
+
+def test_a_bucket_of_padding_has_the_shapes_of_its_steps():
+    for step in (plan(3), plan(2, (9,))):
+        inputs, _ = padded(step, SETTINGS, True)
+        tokens = None if inputs.token_ids is None else len(inputs.token_ids)
+        empty = padding(len(inputs.row), tokens, None, SETTINGS.max_num_seqs)
+        for ours, theirs in zip(empty, inputs, strict=True):
+            assert (ours is None) == (theirs is None)
+            assert ours is None or (ours.shape == theirs.shape and ours.dtype == theirs.dtype)
+        assert not empty.accept.any() and set(empty.row.tolist()) == {40}
+
+
+def test_few_bounds_on_the_context():
+    assert context_bound(plan(2, starts=4095), 9000) == 4096
+    assert context_bound(plan(2, starts=4096), 9000) == 9000
+    assert context_bound(plan(2, starts=7), 4096) == 4096 and context_bound(plan(2, starts=7), 100) == 100
+
+
+def test_a_ladder_wastes_little():
+    sizes = ladder(1000)
+    assert sizes[-1] == 1000 and list(sizes) == sorted(set(sizes)) and len(sizes) < 40
+    assert all(b - a <= max(a / 4, 8) for a, b in zip(sizes, sizes[1:], strict=False) if a >= 16)
+    assert [up_to_64(n) for n in (1, 64, 65)] == [64, 64, 128]
