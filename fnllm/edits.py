@@ -45,12 +45,15 @@ class Channel(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
 
 
-def steer(site: str, vector: Tensor, scale: float = 1.0, *, start: int = 0) -> Edit:
-    """Add `scale * vector` at every token from position `start` on (Turner et al. 2023, activation addition)."""
+def steer(site: str, vector: Any, scale: float = 1.0, *, start: int = 0) -> Edit:
+    """Add `scale * vector` at every token from position `start` on (Turner et al. 2023, activation addition).
+
+    The vector is a tensor, or what `torch.as_tensor` takes.
+    """
     return Edit(site, add_vector, (scale * torch.as_tensor(vector), torch.tensor(start, device="cpu")))
 
 
-def ablate(site: str, direction: Tensor) -> Edit:
+def ablate(site: str, direction: Any) -> Edit:
     """Remove the component along `direction` at every token (Arditi et al. 2024, directional ablation)."""
     direction = torch.as_tensor(direction)
     length = direction.to(torch.promote_types(direction.dtype, torch.float32)).norm()
@@ -59,7 +62,7 @@ def ablate(site: str, direction: Tensor) -> Edit:
     return Edit(site, remove_direction, direction / length.to(direction.dtype))
 
 
-def patch(site: str, rows: Tensor, position: int) -> Edit:
+def patch(site: str, rows: Any, position: int) -> Edit:
     """Replace the activations at positions `position`, `position + 1`, ... by `rows` [n, *width] from another run."""
     return Edit(site, replace_rows, (torch.as_tensor(rows), torch.tensor(position, device="cpu")))
 

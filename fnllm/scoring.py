@@ -48,7 +48,7 @@ class Pass(NamedTuple):
 
 def score(
     params: Params,
-    sequences: Sequence[Any],
+    sequences: Any,
     *,
     layers: Layers | None = None,
     edits: Any = (),

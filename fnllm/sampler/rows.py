@@ -107,7 +107,7 @@ def rows_from_sampling(
     )
 
 
-def bounded(value: float) -> float:
+def bounded(value: int | float) -> int | float:
     """A setting so far within float32 that what is computed with it is finite; -inf, which forbids, stays."""
     return value if value == -math.inf else min(max(value, -LARGE), LARGE)
 

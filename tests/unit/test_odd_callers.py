@@ -67,7 +67,8 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_named(name):
     call, kind, message = WRONG[name]
-    with pytest.raises(kind, match=message):
+    # Under shape checking the signatures refuse some of them, before the functions can.
+    with pytest.raises((kind, TypeError), match=f"{message}|Type-check error"):
         call()
 
 
