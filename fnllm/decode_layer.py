@@ -13,12 +13,13 @@ from fnllm.context import Context
 from fnllm.layers import Layers
 from fnllm_kernels.decode_attention import decode_attention
 from fnllm_kernels.small_linear import norm_linear, small_linear
+from fnllm_weights import LayerParams
 
 INSIDE = ("norm", "linear", "attention", "attend", "mlp", "activation")  # functions whose work these kernels do
 HEAD_DIMS = (32, 64, 128, 256)
 
 
-def fuses(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> bool:
+def fuses(p: LayerParams, x: Float[Tensor, "T H"], ctx: Context) -> bool:
     """Whether this layer of this step can run fused: one bf16 token on a GPU, usual functions, no taps inside."""
     here = x.is_cuda and ctx.cache is not None and ctx.backend == "triton" and ctx.batch.max_seqlen == 1
     if not here:
@@ -35,7 +36,7 @@ def attention_counters(ctx: Context) -> Int[Tensor, " C"]:
 
 
 def decode_layer(
-    p: dict, stream: Float[Tensor, "T H"], counters: Int[Tensor, " C"], ctx: Context
+    p: LayerParams, stream: Float[Tensor, "T H"], counters: Int[Tensor, " C"], ctx: Context
 ) -> Float[Tensor, "T H"]:
     """The residual stream after this layer; the first rank's share of a sum holds the stream before and the bias."""
     eps, batch, first = ctx.config.rms_norm_eps, ctx.batch, ctx.tp.rank == 0

@@ -18,17 +18,22 @@ if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
 
-class LayerParams(TypedDict, total=False):
-    """One decoder layer; dense layers have gate_up and down, sparse ones router and experts."""
+class EveryLayer(TypedDict):
+    """What each decoder layer has."""
 
     input_norm: Float[Tensor, " H"]
     qkv: Float[Tensor, "QKV H"]
+    o: Float[Tensor, "H ND"]
+    post_norm: Float[Tensor, " H"]
+
+
+class LayerParams(EveryLayer, total=False):
+    """One decoder layer; dense layers have gate_up and down, sparse ones router and experts."""
+
     qkv_bias: Float[Tensor, " QKV"]
     q_norm: Float[Tensor, " D"]
     k_norm: Float[Tensor, " D"]
-    o: Float[Tensor, "H ND"]
     o_bias: Float[Tensor, " H"]
-    post_norm: Float[Tensor, " H"]
     gate_up: Float[Tensor, "two_I H"]
     gate_up_bias: Float[Tensor, " two_I"]
     down: Float[Tensor, "H I"]
