@@ -27,7 +27,7 @@ import checks_open
 from checks_equal import CHECKPOINTS, DETAILED, ORACLE, cases_of, greedy, tight
 
 INDUCTOR = CHECKPOINTS if os.environ.get("FNLLM_TEST_INDUCTOR") == "all" else ("qwen3-odd",)
-PROMPTS = [[24, 3, 8, 5, 9, 11, 97], [97, 3, 8, 5, 9, 64, 2]]  # of one length and unlike: two kinds of step are compiled
+PROMPTS = [[24, 3, 8, 5, 9, 11, 97], [97, 3, 8, 5, 9, 64, 2]]  # of one length and unlike: two kinds of step
 SAMPLING = fnllm.Sampling(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
 SIZES = {"num_blocks": 32, "max_num_seqs": 4, "block_size": 4, "max_chunk": 5}
 
