@@ -75,7 +75,7 @@ class StepRunner:
         tokens, captured_tokens = (None if x is None else len(x) for x in (host.token_ids, host.captured))
         bucket = Bucket(len(host.row), tokens, captured_tokens, max_context)
         if not (capture and self.settings.captured):
-            inputs = self.upload_all(host)
+            inputs = self.upload(host)
             if not self.settings.traced:
                 return self.function(bucket)(tree, self.resident, inputs)
             made, began = graphs_traced(), time.perf_counter()
@@ -110,17 +110,19 @@ class StepRunner:
             self.compiled[kind] = run
         return self.compiled[kind]
 
-    def upload_all(self, host: HostInputs) -> StepInputs:
-        row, accept, cu_seqlens = (self.upload(x) for x in (host.row, host.accept, host.cu_seqlens))
-        rest = (None if x is None else self.upload(x) for x in (host.token_ids, host.entry, host.captured))
-        return StepInputs(row, accept, cu_seqlens, *rest)
+    def upload(self, host: HostInputs) -> StepInputs:
+        """The inputs on the device; a length that is one of many is marked so before the compiler asks."""
 
-    def upload(self, x: np.ndarray) -> Tensor:
-        """A host array on the device; its length is one of many, which the compiler is told before it asks."""
-        tensor = send(torch.from_numpy(x), self.device)
-        if self.settings.traced and len(x) > 2:
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return tensor
+        def sent(x: np.ndarray, of_many: bool) -> Tensor:
+            tensor = send(torch.from_numpy(x), self.device)
+            if self.settings.traced and of_many:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            return tensor
+
+        several = len(host.row) > 1
+        row, accept, cu_seqlens = (sent(x, several) for x in (host.row, host.accept, host.cu_seqlens))
+        tokens = (None if x is None else sent(x, len(x) > 1) for x in (host.token_ids, host.entry, host.captured))
+        return StepInputs(row, accept, cu_seqlens, *tokens)
 
     def send(self, captured: Captured, host: HostInputs) -> None:
         """Copy to the graph's inputs what differs from the step before: in a steady decode nothing."""
@@ -133,8 +135,7 @@ class StepRunner:
     def capture(self, tree: ParamTree, bucket: Bucket) -> Captured:
         """Compile and warm up on padding, which writes nothing, then capture."""
         began = time.perf_counter()
-        empty = padding(bucket.entries, bucket.tokens, bucket.captured, self.settings.max_num_seqs)
-        inputs = self.upload_all(empty)
+        inputs = self.upload(padding(bucket.entries, bucket.tokens, bucket.captured, self.settings.max_num_seqs))
         run = self.function(bucket)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

@@ -59,6 +59,16 @@ def test_fault_69_growing_sequences_compile_and_capture_nothing_more(compiled):
     assert lines == reported
 
 
+def test_fault_69_batches_of_two_and_of_more_share_a_compiled_step(compiled):
+    params, options, _ = compiled
+    sampling = dataclasses.replace(GREEDY, max_tokens=4)
+    counts = []
+    for batch in (2, 3, 4, 2, 1):
+        fnllm.generate(params, [PROMPT[: 2 + n % 3] for n in range(batch)], sampling, **options)
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert counts == counts[:1] * 5
+
+
 def test_fault_70_a_layer_function_that_grows_its_result_is_refused(compiled):
     params, options, _ = compiled
 
