@@ -12,8 +12,8 @@ import pytest
 HERE = Path(__file__).parent
 GROUPS = {
     (2, False): ("checks_equal.py", "checks_open.py", "checks_refusals.py"),
-    (3, False): ("checks_equal.py",),
-    (4, False): ("checks_equal.py",),
+    (3, False): ("checks_equal.py", "checks_traced.py"),
+    (4, False): ("checks_equal.py", "checks_traced.py"),
     (2, True): ("checks_compiled.py",),
 }
 

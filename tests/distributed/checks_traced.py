@@ -1,0 +1,21 @@
+"""What three and four ranks check of the compiled step, traced whole and run as torch's own operations."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))
+
+import checks_open
+from checks_compiled import short, without_code_generation
+
+UNEVEN = ("qwen3-odd", "qwen3-moe-mixed")  # 6 heads over 3 KV heads; experts, and 2 KV heads that ranks share
+
+
+def on_one_rank() -> dict:
+    return {name: short(name, "none") for name in UNEVEN}
+
+
+def check_fault_76_traced_ranks_give_the_tokens_of_one_eager_rank(expected: dict) -> None:
+    with without_code_generation():
+        for name, one in expected.items():
+            checks_open.expect(short(name, "inductor"), one, name)
