@@ -28,6 +28,7 @@ from soak_moves import Player, Source, widest
 from soak_reference import TOLERANCE, Drawn, Turn, Verdict, judge, reference_of
 
 import fnllm
+from fnllm.compiled import TRACED_MODES
 from fnllm.sampler import child_seed
 from fnllm_weights.params import walk
 
@@ -97,7 +98,6 @@ class Soak:
 
     def run(self) -> dict:
         """All moves; the result without where it comes from."""
-        torch._dynamo.utils.counters.clear()
         for player in self.players:  # the tables of stop ids and biases get their final width
             player.at = -1
             player.request(self.source.prompt(), replace(widest(self.source.sampling()), n=1))
@@ -169,11 +169,12 @@ class Soak:
         machines = {id(one.engine.machine): one.engine.machine for one in self.players}.values()
         runners = [runner for machine in machines for runner in machine.runners.values()]
         graphs, functions = (sum(len(getattr(r, name)) for r in runners) for name in ("graphs", "compiled"))
-        compiled = torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)
-        again = dict(captured=len(self.captures()) - graphs, compiled=max(0, compiled - functions))
+        again = dict(captured=len(self.captures()) - graphs)
+        if self.s.compile in TRACED_MODES:
+            again["compiled"] = torch._dynamo.utils.counters["stats"]["unique_graphs"] - functions
         memory, grown = growth(self.memory)
         counts = sum((one.counts for one in self.players), self.counts)
-        if again["captured"] or (again["compiled"] and self.params.tree["norm"].is_cuda):
+        if any(again.values()) and self.params.tree["norm"].is_cuda:  # sizes are padded to buckets there alone
             problems.append(f"compiled or captured twice: {again}")
         problems += [f"{name} memory grew: {memory}" for name in grown]
         return dict(
@@ -238,7 +239,10 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16" if on_gpu else "float32")
     parser.add_argument("--compile", default="graphs" if on_gpu else "none", help="the engines' compile mode")
-    parser.add_argument("--few", action="store_true", help="few kinds of requests, so that few steps are compiled")
+    parser.add_argument(
+        "--few", action=argparse.BooleanOptionalAction, default=on_gpu,
+        help="few kinds of requests, so that few steps are compiled (default: on a GPU)",
+    )  # fmt: skip
     parser.add_argument("--tolerance", type=float, help="of a logit; default: by the dtype")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

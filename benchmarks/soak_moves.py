@@ -16,7 +16,7 @@ from fnllm import scheduler
 from fnllm.sampler import child_seed
 from fnllm.scheduler import length_limit, prompt_limit
 
-MOVES = {"step": 60, "arrive": 14, "fork": 4, "truncate": 4, "append": 5, "abort": 4, "keep": 2, "go_back": 1}
+MOVES = {"step": 60, "arrive": 14, "fork": 4, "truncate": 4, "append": 5, "abort": 4, "keep": 3, "go_back": 2}
 KEPT = 3  # states that are remembered to go back to
 WIDEST = dict(stop_token_ids=[7, 11, 13, 17], logit_bias={3: 2.0, 5: -1.0})  # of all requests: tables never grow later
 

@@ -95,7 +95,7 @@ def judge(reference: fnllm.Params, turns: Sequence[Turn], tolerance: float) -> V
                 found += [problem] if problem else []
         for problem in found:
             faults.append(dict(problem, **turn.label, tokens=list(turn.tokens), start=turn.start,
-                               prompt_length=turn.prompt_length, sampling=str(turn.sampling), seed=turn.seed,
+                               prompt_length=turn.prompt_length, limit=turn.limit, sampling=str(turn.sampling), seed=turn.seed,
                                edits=[edit.site for edit in turn.edits]))  # fmt: skip
     return Verdict(tokens, excused, worst, tuple(faults))
 

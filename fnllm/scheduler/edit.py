@@ -43,7 +43,8 @@ def truncate(state: SchedulerState, seq_id: int, length: int) -> SchedulerState:
     """Cuts a sequence back to its first `length` known tokens, from where it continues.
 
     A running one gets its row anew in the next plan, from the front of the waiting line; one that has ended and was
-    kept stays ended. A prompt longer than `length` becomes that short. Raises ValueError unless 1 <= length <= known.
+    kept stays ended. A prompt longer than `length` becomes that short; the bound on the turn's output stays as it is.
+    Raises ValueError unless 1 <= length <= known.
     """
     state, sequence = _detach(state, seq_id)
     if not is_int(length) or not 1 <= length <= known(sequence):
@@ -52,7 +53,7 @@ def truncate(state: SchedulerState, seq_id: int, length: int) -> SchedulerState:
         )
     packed = b"".join((*sequence.blocks, sequence.tail))[: 4 * length]
     prompt_len = min(sequence.prompt_len, length)
-    return _replace_tokens(state, seq_id, sequence, packed, prompt_len, sequence.request.max_tokens)
+    return _replace_tokens(state, seq_id, sequence, packed, prompt_len, sequence.max_tokens)
 
 
 def append(state: SchedulerState, seq_id: int, tokens: Iterable[int], max_tokens: int | None = None) -> SchedulerState:
@@ -96,7 +97,8 @@ def _replace_tokens(
     # Of the old tokens only known ones count as computed, and at least one token must be left to compute.
     state, sequence = cut_back(state, sequence, min(known(sequence), length - 1))
     limit = min(prompt_len + max_tokens, length_limit(state.config))
-    return store(state, seq_id, evolve(sequence, blocks=blocks, tail=tail, prompt_len=prompt_len, limit=limit))
+    changes = {"blocks": blocks, "tail": tail, "prompt_len": prompt_len, "max_tokens": max_tokens, "limit": limit}
+    return store(state, seq_id, evolve(sequence, **changes))
 
 
 def invalidate(state: SchedulerState, blocks: Iterable[int]) -> SchedulerState:

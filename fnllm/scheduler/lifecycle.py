@@ -26,7 +26,7 @@ def add(state: SchedulerState, request: Request) -> tuple[SchedulerState, int]:
     limit = min(length + request.max_tokens, length_limit(state.config))
     seq_id = state.next_id
     state = evolve(state, next_id=seq_id + 1)
-    state = store(state, seq_id, Sequence(request, length, limit, blocks, tail))
+    state = store(state, seq_id, Sequence(request, length, request.max_tokens, limit, blocks, tail))
     return queue(state, seq_id, front=False), seq_id
 
 

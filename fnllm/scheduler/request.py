@@ -64,6 +64,7 @@ class Sequence:
 
     request: Request
     prompt_len: int  # tokens before the present turn's output
+    max_tokens: int  # output of the present turn at most
     limit: int  # the length at which it ends
     blocks: tuple[bytes, ...]  # the known tokens, one packed int32 array for each full block
     tail: bytes  # (*) the known tokens after those; in a row, as on joining, and empty once they fill a block

@@ -200,7 +200,6 @@ class Engine:
         self.state = scheduler.truncate(self.state, seq_id, length)
         del self.expected[seq_id][length:]
         self.turn[seq_id] = min(self.turn[seq_id], length)
-        self.most[seq_id] = self.requests[seq_id].max_tokens
 
     def append(self, seq_id: int, tokens, max_tokens: int | None = None) -> None:
         self.state = scheduler.append(self.state, seq_id, tokens, max_tokens)

@@ -97,6 +97,19 @@ def test_truncate_below_the_prompt_shortens_it():
     assert len(engine.expected[seq_id]) == 2 + 20
 
 
+@pytest.mark.parametrize("most", [4, 30])
+def test_truncate_keeps_the_bound_that_append_gave_the_turn(most):
+    engine, seq_id = started()
+    engine.append(seq_id, [5, 6], most)
+    length = len(engine.expected[seq_id])
+    for _ in range(3):
+        engine.schedule()
+        engine.commit()
+    engine.truncate(seq_id, length + 1)
+    engine.drain()
+    assert len(engine.expected[seq_id]) == length + most
+
+
 @pytest.mark.parametrize("length", [0, -1, 7, 2.0, True])
 def test_truncate_checks_the_length(length, unchecked):
     engine, seq_id = started()
