@@ -63,9 +63,9 @@ class Soak:
         self.options = dict(shared, compile=s.compile)
         layers, width = params.config.num_hidden_layers, params.config.hidden_size
         vector = torch.randn(2, width, generator=torch.Generator().manual_seed(s.seed))
-        self.edits = (
-            fnllm.steer(f"layers.{layers // 2}.resid_post", vector[0], 0.5, start=3),
-            fnllm.ablate(f"layers.{layers - 1}.attn_out", vector[1]),
+        self.edits = (  # before the last layer, so that they change what the cache holds
+            fnllm.steer(f"layers.{(layers - 1) // 2}.resid_post", vector[0], 0.5, start=3),
+            fnllm.ablate("layers.0.attn_out", vector[1]),
         )
         self.reports: list[str] = []
         self.source = Source(self.rng, params.config.vocab_size, longest, most, s.few)
