@@ -250,4 +250,4 @@ def drawn_of(results: Any, entry: int, count: int, token: int, position: int) ->
 
 def widest(sampling: fnllm.Sampling) -> fnllm.Sampling:
     """The same request with the longest lists that any request of a run has."""
-    return replace(sampling, **WIDEST, min_tokens=1, max_tokens=max(2, sampling.max_tokens))
+    return replace(sampling, **WIDEST, min_tokens=1, max_tokens=max(2, sampling.max_tokens), ignore_eos=False)

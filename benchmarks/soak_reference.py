@@ -6,10 +6,12 @@ each: a token passes if some such logits give it, and counts as excused if those
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 import fnllm
@@ -84,10 +86,10 @@ def judge(reference: fnllm.Params, turns: Sequence[Turn], tolerance: float) -> V
     for turn, one in zip(turns, scored, strict=True):
         logits = one.captured["logits"][: len(turn.tokens) - turn.start].float()
         found = [*wrong_ending(turn, frozenset(reference.config.eos_token_ids))]
-        for place, row in enumerate(logits, turn.start):
-            problem, exact = wrong_token(turn, place, row, tolerance, reference.config.eos_token_ids)
-            tokens, excused = tokens + 1, excused + (not exact and problem is None)
-            found += [problem] if problem else []
+        if len(logits):
+            problems, exact = wrong_tokens(turn, logits, tolerance, reference.config.eos_token_ids)
+            tokens, excused = tokens + len(logits), excused + len(logits) - exact - len(problems)
+            found += problems
         for drawn in turn.drawn:
             if drawn.position >= turn.start:
                 error, problem = wrong_logprobs(drawn, logits[drawn.position - turn.start], 2 * tolerance)
@@ -121,38 +123,41 @@ def wrong_ending(turn: Turn, eos: frozenset[int]) -> list[dict]:
     return problems
 
 
-def wrong_token(
-    turn: Turn, place: int, raw: Tensor, tolerance: float, eos: Sequence[int]
-) -> tuple[dict | None, bool]:
-    """A problem with the token at `place`, or None, and whether the reference's own choice is the same."""
-    s, token = turn.sampling, turn.tokens[place]
-    logits = adjusted(turn, place, raw, eos)
+def wrong_tokens(
+    turn: Turn, raw: Float[Tensor, "n V"], tolerance: float, eos: Sequence[int]
+) -> tuple[list[dict], int]:
+    """Problems with the tokens from `start` on, and how many of those are the reference's own choice."""
+    s, places = turn.sampling, torch.arange(turn.start, len(turn.tokens))
+    logits = torch.stack([adjusted(turn, place, row, eos) for place, row in enumerate(raw, turn.start)])
     slack = 2 * tolerance * max(s.repetition_penalty, 1 / s.repetition_penalty)  # two logits, each off by that
-    if s.temperature == 0:
-        score, surely, perhaps = logits, logits > -math.inf, logits > -math.inf
-    else:
-        noise = gumbel_noise(torch.tensor([turn.seed]), torch.tensor([place]), torch.arange(len(logits)))[0]
-        score = logits + s.temperature * noise
+    surely = perhaps = logits > -math.inf
+    score = logits
+    if s.temperature > 0:
+        seeds = torch.full_like(places, turn.seed)
+        score = logits + s.temperature * gumbel_noise(seeds, places, torch.arange(logits.shape[1]))
         surely, perhaps = kept(logits, s, slack)
-    best = score.masked_fill(~surely, -math.inf).max()
-    exact = bool(perhaps[token] and score[token] >= best)
-    if perhaps[token] and score[token] >= best - slack:
-        return None, exact
-    other = int(score.masked_fill(~surely, -math.inf).argmax())
-    behind = float(best - score[token])
-    return dict(kind="token", position=place, token=token, expected=other, behind=behind,
-                may_be_kept=bool(perhaps[token])), False  # fmt: skip
+    chosen = torch.tensor(turn.tokens[turn.start :])[:, None]
+    best, other = score.masked_fill(~surely, -math.inf).max(-1)
+    behind, may_be = best - score.gather(1, chosen)[:, 0], perhaps.gather(1, chosen)[:, 0]
+    right = may_be & (behind <= slack)
+    problems = [
+        dict(kind="token", position=turn.start + n, token=int(chosen[n]), expected=int(other[n]),
+             behind=float(behind[n]), may_be_kept=bool(may_be[n]))
+        for n in (~right).nonzero()[:, 0].tolist()
+    ]  # fmt: skip
+    return problems, int((right & (behind <= 0)).sum())
 
 
-def adjusted(turn: Turn, place: int, raw: Tensor, eos: Sequence[int]) -> Tensor:
+def adjusted(turn: Turn, place: int, raw: Float[Tensor, " V"], eos: Sequence[int]) -> Float[Tensor, " V"]:
     """The logits after penalties, biases and the stop ids that may not come yet."""
     s, logits = turn.sampling, raw.double()
-    seen = torch.tensor(sorted(set(turn.tokens[:place])), dtype=torch.long)
-    repeated = logits[seen]
-    logits[seen] = torch.where(repeated < 0, repeated * s.repetition_penalty, repeated / s.repetition_penalty)
-    for token in set(turn.tokens[turn.prompt_length : place]):
-        times = turn.tokens[turn.prompt_length : place].count(token)
-        logits[token] -= s.frequency_penalty * times + s.presence_penalty
+    if s.repetition_penalty != 1:
+        seen = torch.tensor(sorted(set(turn.tokens[:place])))
+        repeated = logits[seen]
+        logits[seen] = torch.where(repeated < 0, repeated * s.repetition_penalty, repeated / s.repetition_penalty)
+    if s.frequency_penalty or s.presence_penalty:
+        for token, times in Counter(turn.tokens[turn.prompt_length : place]).items():
+            logits[token] -= s.frequency_penalty * times + s.presence_penalty
     for token, value in s.logit_bias:
         logits[token] += value
     if place < turn.prompt_length + s.min_tokens:
@@ -160,23 +165,26 @@ def adjusted(turn: Turn, place: int, raw: Tensor, eos: Sequence[int]) -> Tensor:
     return logits
 
 
-def kept(logits: Tensor, s: fnllm.Sampling, slack: float) -> tuple[Tensor, Tensor]:
+def kept(
+    logits: Float[Tensor, "n V"], s: fnllm.Sampling, slack: float
+) -> tuple[Bool[Tensor, "n V"], Bool[Tensor, "n V"]]:
     """Which tokens the filters keep for all logits within the tolerance, and which for some of them."""
-    rising = logits.sort().values
-    before_at_most = len(logits) - torch.searchsorted(rising, logits - slack) - 1  # itself is among them
-    before_at_least = len(logits) - torch.searchsorted(rising, logits + slack, right=True)
+    rising, count = logits.sort(-1).values, logits.shape[1]
+    before_at_most = count - torch.searchsorted(rising, logits - slack) - 1  # itself is among them
+    before_at_least = count - torch.searchsorted(rising, logits + slack, right=True)
     surely, perhaps = logits > -math.inf, logits > -math.inf
     if s.top_k:
         surely, perhaps = surely & (before_at_most < s.top_k), perhaps & (before_at_least < s.top_k)
     if s.top_p < 1:
-        mass = torch.softmax(logits / s.temperature, 0)
-        sums = torch.cat([torch.zeros(1).double(), torch.softmax(rising.flip(0) / s.temperature, 0).cumsum(0)])
+        mass = torch.softmax(logits / s.temperature, -1)
+        sums = torch.softmax(rising.flip(-1) / s.temperature, -1).cumsum(-1)
+        sums = torch.cat([torch.zeros_like(sums[:, :1]), sums], -1)  # of the so many most likely ones
         factor = math.exp(min(2 * slack / s.temperature, 50))
-        few, many = mass[surely].sum(), mass[perhaps].sum()
-        surely = surely & ((sums[before_at_most] * factor < s.top_p * few) | (before_at_most == 0))
-        perhaps = perhaps & (sums[before_at_least] < s.top_p * many * factor)
+        few, many = ((mass * mask).sum(-1, keepdim=True) for mask in (surely, perhaps))
+        surely = surely & ((sums.gather(1, before_at_most) * factor < s.top_p * few) | (before_at_most == 0))
+        perhaps = perhaps & (sums.gather(1, before_at_least) < s.top_p * many * factor)
     if s.min_p > 0:
-        floor = logits.max() + s.temperature * math.log(s.min_p)
+        floor = logits.amax(-1, keepdim=True) + s.temperature * math.log(s.min_p)
         surely = surely & ((logits >= floor + slack) | (before_at_most == 0))
         perhaps = perhaps & ((logits >= floor - slack) | (before_at_least == 0))
     return surely, perhaps
