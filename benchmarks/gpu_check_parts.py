@@ -37,7 +37,9 @@ def emit(s: SimpleNamespace, **row: Any) -> None:
         file.write(line + "\n")
 
 
-def greedy_faults(reference: fnllm.Params, prompts: Sequence, found: Sequence, dtype: torch.dtype) -> tuple[list, float]:
+def greedy_faults(
+    reference: fnllm.Params, prompts: Sequence, found: Sequence, dtype: torch.dtype
+) -> tuple[list, float]:
     """Tokens that are not the most likely ones within tolerance, and that tolerance of a logit."""
     asked = [fnllm.score(reference, [prompts[-1]], capture="logits")[0].captured["logits"]]
     tolerance = TOLERANCE[dtype] * max(1, asked[0].std().item() / USUAL_SPREAD)
@@ -66,7 +68,7 @@ def equal(s: SimpleNamespace) -> None:
             for mode in s.modes.split(","):
                 found = eager if mode == "none" else tokens_of(params, prompts, compile=mode, **options)
                 faults, tolerance = greedy_faults(reference, prompts, found, params.tree["norm"].dtype)
-                # Where a router has to choose, a rounding may be a jump: in bfloat16 such a model need only be near eager.
+                # Where a router chooses, a rounding may be a jump: in bfloat16 such a model need only equal eager.
                 routed = params.config.num_experts > 0 and dtype == "bfloat16"
                 emit(
                     s, part="equal", checkpoint=folder.name, dtype=dtype, mode=mode, sequences=len(prompts),
@@ -96,7 +98,7 @@ def batches(s: SimpleNamespace) -> None:
     probe = [rng.randrange(params.config.vocab_size) for _ in range(23)]
     for numerics in ("default", "batch_invariant"):
         options = dict(max_num_seqs=s.largest, max_model_len=64, prefix_cache=False, numerics=numerics,
-                       num_blocks=s.largest * 4, compile=s.compile, block_size=None if s.device == "cuda" else 16)  # fmt: skip
+                       num_blocks=s.largest * 4, compile=s.compile)  # fmt: skip
         (alone,) = fnllm.generate(params, [probe], sampling, progress=False, **options)
         unequal, worst, faults = [], 0.0, []
         for batch in range(1, s.largest + 1):

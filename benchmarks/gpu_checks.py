@@ -56,8 +56,9 @@ def commands(part: str, args: argparse.Namespace, folder: Path) -> list[list[str
                  "--device", device, "--out", out]]  # fmt: skip
     if part == "numerics":
         return [[python, str(HERE / "numerics_price.py"), "--out", out]]
-    return [[python, str(HERE / "startup.py"), "--size", "tiny" if args.cpu else args.size, "--device", device,
-             "--modes", "none" if args.cpu else args.modes, "--seqs", "4" if args.cpu else "64", "--out", out]]  # fmt: skip
+    size, modes, rows = ("tiny", "none", "4") if args.cpu else (args.size, args.modes, "64")
+    return [[python, str(HERE / "startup.py"), "--size", size, "--device", device, "--modes", modes, "--seqs", rows,
+             "--limit", str(args.limit / 2), "--out", out]]  # fmt: skip
 
 
 def run(part: str, args: argparse.Namespace, folder: Path) -> dict:
@@ -145,7 +146,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8, help="minutes of the soak, less than the limit")
     parser.add_argument("--seed", type=int, default=0, help="of the soak")
     parser.add_argument("--modes", default="none,graphs,inductor,reduce-overhead", help="compile modes to check")
-    parser.add_argument("--jobs", type=int, default=4, help="processes that share the checkpoints of `equal`")
+    parser.add_argument("--jobs", type=int, default=8, help="processes that share the checkpoints of `equal`")
     parser.add_argument("--size", default="8b", help="shape of the checkpoint that `startup` loads")
     parser.add_argument("--checkpoint", help="folder of a real checkpoint for `equal`")
     parser.add_argument("--cpu", action="store_true")

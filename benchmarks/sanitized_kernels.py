@@ -77,14 +77,20 @@ def case_attention(backend: str, queries: tuple[int, ...], contexts: tuple[int, 
             q, k, v, tables, cu, lens, scale=head_dim**-0.5, backend=chosen, metadata=metadata, **static
         )
 
-    return run, (normal(sum(queries) + 3, heads, head_dim), *caches(2, head_dim, size=size), tables, cu, ints(*contexts))
+    return run, (
+        normal(sum(queries) + 3, heads, head_dim),
+        *caches(2, head_dim, size=size),
+        tables,
+        cu,
+        ints(*contexts),
+    )
 
 
 def case_decode_attention(window: int) -> tuple:
-    def run(qkv: Tensor, qn: Tensor, kn: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
-        return decode_attention(
-            qkv, qn, kn, 1e-6, cos, sin, k, v, *rest, num_heads=4, scale=32**-0.5, window=window
-        )
+    def run(
+        qkv: Tensor, qn: Tensor, kn: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, *rest: Tensor
+    ) -> Tensor:
+        return decode_attention(qkv, qn, kn, 1e-6, cos, sin, k, v, *rest, num_heads=4, scale=32**-0.5, window=window)
 
     angle = normal(3, 16, dtype=torch.float32)
     tables = torch.tensor([[2, 0, 5, 4], [1, -1, -1, -1], [3, 6, -1, -1]], dtype=torch.int32)

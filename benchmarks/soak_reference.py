@@ -96,9 +96,10 @@ def judge(reference: fnllm.Params, turns: Sequence[Turn], tolerance: float) -> V
                 worst = max(worst, error)
                 found += [problem] if problem else []
         for problem in found:
-            faults.append(dict(problem, **turn.label, tokens=list(turn.tokens), start=turn.start,
-                               prompt_length=turn.prompt_length, limit=turn.limit, sampling=str(turn.sampling), seed=turn.seed,
-                               edits=[edit.site for edit in turn.edits]))  # fmt: skip
+            faults.append(dict(
+                problem, **turn.label, tokens=list(turn.tokens), start=turn.start, prompt_length=turn.prompt_length,
+                limit=turn.limit, sampling=str(turn.sampling), seed=turn.seed, edits=[e.site for e in turn.edits],
+            ))  # fmt: skip
     return Verdict(tokens, excused, worst, tuple(faults))
 
 
@@ -123,9 +124,7 @@ def wrong_ending(turn: Turn, eos: frozenset[int]) -> list[dict]:
     return problems
 
 
-def wrong_tokens(
-    turn: Turn, raw: Float[Tensor, "n V"], tolerance: float, eos: Sequence[int]
-) -> tuple[list[dict], int]:
+def wrong_tokens(turn: Turn, raw: Float[Tensor, "n V"], tolerance: float, eos: Sequence[int]) -> tuple[list[dict], int]:
     """Problems with the tokens from `start` on, and how many of those are the reference's own choice."""
     s, places = turn.sampling, torch.arange(turn.start, len(turn.tokens))
     logits = torch.stack([adjusted(turn, place, row, eos) for place, row in enumerate(raw, turn.start)])

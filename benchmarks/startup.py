@@ -10,6 +10,7 @@ must be none.
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from pathlib import Path
 
 BEGAN = time.perf_counter()  # of this process, as nearly as a script can tell
 HERE = Path(__file__).parent
+ROOM = 40e9  # bytes; the largest shape takes 16 GB
 MODES = ("none", "graphs", "inductor", "reduce-overhead")
 
 
@@ -101,6 +103,12 @@ def make_checkpoint(args: argparse.Namespace) -> None:
     fnllm.save(random_params(args.size, dtype="bfloat16", device=args.device), args.checkpoint)
 
 
+def room_for_checkpoint() -> Path:
+    """/dev/shm where it is large enough; else the folder for temporary files, which are read from the page cache."""
+    shared = Path("/dev/shm")
+    return shared if shared.exists() and shutil.disk_usage(shared).free > ROOM else Path(tempfile.gettempdir())
+
+
 def child(args: argparse.Namespace, mode: str, caches: str, which: str) -> dict:
     """A row: what one process measured, or how it failed."""
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
@@ -139,7 +147,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--mode", choices=MODES, help="measure this one in this process")
     args = parser.parse_args()
-    args.checkpoint = args.checkpoint or Path("/dev/shm") / f"fnllm-startup-{args.size}"
+    args.checkpoint = args.checkpoint or room_for_checkpoint() / f"fnllm-startup-{args.size}"
     if args.mode:
         print(json.dumps(start(args)))
         return

@@ -23,7 +23,9 @@ def soak(monkeypatch):
         **{"size": "tiny", "dtype": "float32", "device": "cpu", "seed": 5, "moves": 100, "minutes": 0, "few": True,
            "compile": "none", "tolerance": None, **more}
     )  # fmt: skip
-    for name in [name for name, module in sys.modules.items() if str(BENCHMARKS) in str(module.__dict__.get("__file__"))]:
+    for name in [
+        name for name, module in sys.modules.items() if str(BENCHMARKS) in str(module.__dict__.get("__file__"))
+    ]:
         del sys.modules[name]
 
 
