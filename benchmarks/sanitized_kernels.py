@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fnllm_kernels.attention import attention_metadata, default_backend, paged_attention
 from fnllm_kernels.decode_attention import decode_attention
+from fnllm_kernels.grouped_linear import grouped_linear, grouped_outer
 from fnllm_kernels.invariant_linear import invariant_linear
 from fnllm_kernels.kv_store import copy_blocks, store_kv
 from fnllm_kernels.noise import mixed_keys
@@ -139,6 +140,8 @@ def cases(fast: str) -> dict[str, tuple[Callable, tuple]]:
             normal(5, 72), normal(5, 72), normal(72))),
         "silu_mul": (silu_mul, (normal(5, 94),)),
         "invariant_linear": (invariant_linear, (normal(5, 72), normal(46, 72))),
+        "grouped_linear": (grouped_linear, (normal(11, 72), normal(4, 46, 72), ints(3, 3, 10, 11))),
+        "grouped_outer": (grouped_outer, (normal(11, 46), normal(11, 72), ints(3, 3, 10, 11))),
         "mixed_keys": (mixed_keys, (torch.tensor([1, -5, 2**62]), torch.tensor([0, 1, 70]))),
         "sample_logits": (lambda *x: sample_logits(*x, 0, 1490), draw_inputs()),
         "sample_head": (lambda h, w, *x: sample_head(h, w, *x, 0, 61), (

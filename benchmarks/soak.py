@@ -28,7 +28,8 @@ from soak_moves import Player, Source, widest
 from soak_reference import TOLERANCE, Drawn, Turn, Verdict, judge, reference_of
 
 import fnllm
-from fnllm.compiled import TRACED_MODES
+from fnllm.compiled import graphs_traced
+from fnllm.options import TRACED_MODES
 from fnllm.sampler import child_seed
 from fnllm_weights.params import walk
 
@@ -171,7 +172,7 @@ class Soak:
         graphs, functions = (sum(len(getattr(r, name)) for r in runners) for name in ("graphs", "compiled"))
         again = dict(captured=len(self.captures()) - graphs)
         if self.s.compile in TRACED_MODES:
-            again["compiled"] = torch._dynamo.utils.counters["stats"]["unique_graphs"] - functions
+            again["compiled"] = graphs_traced() - functions
         memory, grown = growth(self.memory)
         counts = sum((one.counts for one in self.players), self.counts)
         if any(again.values()) and self.params.tree["norm"].is_cuda:  # sizes are padded to buckets there alone

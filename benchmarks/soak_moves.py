@@ -142,7 +142,7 @@ class Player:
         edits = tuple(edit for edit in self.engine.edits if self.rng.random() < 0.6)
         capacity = length_limit(self.limits)
         for sample in range(sampling.n):
-            request = self.engine.request(prompt, sampling, sample=sample, edits=edits)
+            request = self.engine.request(prompt, replace(sampling, n=1), sample=sample, edits=edits)
             self.state, seq_id = fnllm.add(self.state, request)
             seed = child_seed(sampling.seed, sample)
             self.turns[seq_id] = Turn(

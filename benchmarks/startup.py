@@ -82,12 +82,11 @@ def start(args: argparse.Namespace) -> dict:
 
 def built(engine, reports: list[str]) -> dict:
     """How many functions were compiled, graphs of operations traced for them, and CUDA graphs captured so far."""
-    import torch
+    from fnllm.compiled import graphs_traced
 
-    counters = torch._dynamo.utils.counters
     return dict(
         functions=sum(len(runner.compiled) for runner in engine.machine.runners.values()),
-        traced=counters["stats"]["unique_graphs"],
+        traced=graphs_traced(),
         captured=sum(line.startswith("captured ") for line in reports),
     )
 
