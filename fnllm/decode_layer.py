@@ -36,7 +36,7 @@ def attention_counters(ctx: Context) -> Int[Tensor, " C"]:
 
 
 def decode_layer(
-    p: LayerParams, stream: Float[Tensor, "T H"], counters: Int[Tensor, " C"], ctx: Context
+    p: dict, stream: Float[Tensor, "T H"], counters: Int[Tensor, " C"], ctx: Context
 ) -> Float[Tensor, "T H"]:
     """The residual stream after this layer; the first rank's share of a sum holds the stream before and the bias."""
     eps, batch, first = ctx.config.rms_norm_eps, ctx.batch, ctx.tp.rank == 0
