@@ -37,7 +37,7 @@ def test_custom_ops_are_well_formed():
         ({"gated": True, "residual": torch.randn(3, 5)}, "gated needs"),
     ],
 )
-def test_operands_that_do_not_fit_are_refused(change, message):
+def test_operands_that_do_not_fit_are_refused(unchecked, change, message):
     given = {"x": torch.randn(3, 8), "w": torch.randn(10, 8)} | change
     with pytest.raises(ValueError, match=message):
         small_linear(given.pop("x"), given.pop("w"), **given)

@@ -20,10 +20,10 @@ def plan(decode: int, prefill: tuple[int, ...] = (), starts: int = 7) -> Plan:
     entries = decode + len(prefill)
     lens = np.array([1] * decode + list(prefill), np.int32)
     empty = np.zeros(0, np.int32)
+    rows, tokens = np.arange(entries, dtype=np.int32), np.arange(sum(prefill), dtype=np.int32) % 50
     return Plan(
-        step=0, rows=np.arange(entries, dtype=np.int32), seq_ids=np.arange(entries), starts=np.full(entries, starts),
-        query_lens=lens, num_decode=decode, prefill_tokens=np.arange(sum(prefill)) % 50, samples=np.ones(entries, bool),
-        joins=(), table_updates=(empty,) * 3, copies=(empty,) * 2,
+        step=0, rows=rows, seq_ids=rows, starts=np.full(entries, starts, np.int32), query_lens=lens, num_decode=decode,
+        prefill_tokens=tokens, samples=np.ones(entries, bool), joins=(), table_updates=(empty,) * 3, copies=(empty,) * 2,
     )  # fmt: skip
 
 
