@@ -23,7 +23,8 @@ def plan(decode: int, prefill: tuple[int, ...] = (), starts: int = 7) -> Plan:
     rows, tokens = np.arange(entries, dtype=np.int32), np.arange(sum(prefill), dtype=np.int32) % 50
     return Plan(
         step=0, rows=rows, seq_ids=rows, starts=np.full(entries, starts, np.int32), query_lens=lens, num_decode=decode,
-        prefill_tokens=tokens, samples=np.ones(entries, bool), joins=(), table_updates=(empty,) * 3, copies=(empty,) * 2,
+        prefill_tokens=tokens, samples=np.ones(entries, bool), joins=(), table_updates=(empty,) * 3,
+        copies=(empty,) * 2,
     )  # fmt: skip
 
 
