@@ -19,7 +19,7 @@ from fnllm import scheduler
 from fnllm.scheduler.pmap import Map
 
 RESULTS = Path(__file__).parent / "results" / "scheduler.json"
-BLOCK_SIZE = 64
+BLOCK_SIZE = 128  # what an engine on a GPU uses
 GOALS_US = {256: 150, 1024: 500}
 
 

@@ -64,7 +64,7 @@ def linear(p: Float[Tensor, "O I"], x: Float[Tensor, "T I"], ctx: Context) -> Fl
     """The product of activations with a weight; every projection of the model, and the head, goes through it."""
     if on_device(x, ctx):
         return small_linear(x, p)  # cuBLAS from 17 rows on
-    return F.linear(x, p) if x.is_cuda else host_linear(x, p)
+    return F.linear(x, p) if x.is_cuda or ctx.cache is None else host_linear(x, p)
 
 
 def attention(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "T H"]:
