@@ -7,7 +7,7 @@ from pathlib import Path
 import fnllm
 
 
-def on_one_rank(size: int) -> dict:
+def on_one_rank() -> dict:
     golden = Path(__file__).parents[1] / "oracle" / "smollm2" / "golden.json"
     return json.loads(golden.read_text())["prompts"]
 
