@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, library
 
 try:
     import triton
@@ -41,7 +41,7 @@ def grouped_outer_reference(a: Float[Tensor, "R O"], b: Float[Tensor, "R H"], en
     return m
 
 
-@torch.library.custom_op("fnllm::grouped_linear", mutates_args=())
+@library.custom_op("fnllm::grouped_linear", mutates_args=())
 def linear_op(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """`grouped_linear_reference`: on a CPU in plain torch, on a GPU in Triton."""
     if x.is_cuda and x.dtype != torch.float64:
@@ -54,7 +54,7 @@ def _(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], w.shape[1])
 
 
-@torch.library.custom_op("fnllm::grouped_outer", mutates_args=())
+@library.custom_op("fnllm::grouped_outer", mutates_args=())
 def outer_op(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """`grouped_outer_reference`, on any device; only gradients need it."""
     return grouped_outer_reference(a, b, ends)

@@ -10,7 +10,7 @@ The integers are exact everywhere: they are held in int64, every product is of a
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, library
 
 LOW_32 = 0xFFFFFFFF
 # The 32-bit mixer "16 21f0aaad 15 735a2d97 15" of Wellons' hash-prospector (public domain): avalanche bias 0.108.
@@ -38,7 +38,7 @@ def row_keys(seed: Int[Tensor, " B"], position: Int[Tensor, " B"]) -> tuple[Int[
 
 
 # An op of its own because Inductor expands each `x ^ (x >> n)` into two copies of x: nine in a row take minutes.
-@torch.library.custom_op("fnllm::mixed_keys", mutates_args=())
+@library.custom_op("fnllm::mixed_keys", mutates_args=())
 def mixed_keys(seed: Tensor, position: Tensor) -> Tensor:
     """`row_keys` as one tensor [2, B]."""
     seed, position = seed.long(), position.long()

@@ -7,7 +7,7 @@ masses are integers, so their sums do not depend on the order in which tiles and
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, library
 
 from fnllm_kernels.order_keys import from_sortable
 
@@ -61,7 +61,7 @@ def measure_above_reference(
     return torch.stack([torch.where(logits > probe[:, None], mass, 0).sum(-1) for probe in probes.unbind(1)], 1)
 
 
-@torch.library.custom_op("fnllm::measure_above", mutates_args=())
+@library.custom_op("fnllm::measure_above", mutates_args=())
 def measure_above(
     logits: Tensor, top: Tensor, temperature: Tensor, probes: Tensor, by_mass: bool, valid: int
 ) -> Tensor:
@@ -120,7 +120,7 @@ def reach_among_few(
     return reach_reference(values, top, temperature, target, by_mass, valid)
 
 
-@torch.library.custom_op("fnllm::reach", mutates_args=())
+@library.custom_op("fnllm::reach", mutates_args=())
 def reach(
     logits: Tensor, top: Tensor, temperature: Tensor, target: Tensor, by_mass: bool, valid: int
 ) -> tuple[Tensor, Tensor]:

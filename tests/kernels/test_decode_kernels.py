@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import library
 
 from fnllm_kernels.decode_attention import decode_attention
 
@@ -66,6 +67,6 @@ def test_attention_writes_its_slot_alone_and_attends_to_its_keys():
 
 def test_attention_op_is_well_formed_and_checks_its_operands():
     given = attention_case()
-    torch.library.opcheck(torch.ops.fnllm.decode_attention, (*given, 2, 0.5, 0))
+    library.opcheck(torch.ops.fnllm.decode_attention, (*given, 2, 0.5, 0))
     with pytest.raises(ValueError, match="2 rows x 2 heads need more"):
         decode_attention(*given[:-1], given[-1][:3], num_heads=2, scale=0.5)
