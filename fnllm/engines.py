@@ -28,7 +28,7 @@ from fnllm.options import EngineOptions, resolve
 from fnllm.prompts import check_ids, check_params_given
 from fnllm.readback import Readback, read_back
 from fnllm.sampler import child_seed, features_of
-from fnllm.sampling import Sampling, check_sampling
+from fnllm.sampling import Sampling, check_sampling, check_seed
 from fnllm.scheduler import Events, Finished, Plan, Request, SchedulerConfig
 from fnllm.state import State
 from fnllm.tensor_parallel import TensorParallel
@@ -109,42 +109,22 @@ class Engine:
         edits: Iterable[Edit] | None = None,
         capture: Capture | Iterable[str] | None = None,
         version: int | None = None,
+        checked: bool = False,
     ) -> Request:
         """A request for `add`.
 
-        `sample` is the number of this copy among a prompt's n; `cache_tag` keeps requests apart
-        in the prefix cache that must not share blocks. `edits` and `capture`, out of what the engine was built for, are
-        the engine's own when None. `version` spares looking at every weight again: what `machine.version_of` just said.
-        Raises TypeError or ValueError that names what is wrong; also for stop strings, n and prompt_logprobs, which the
-        loop of `generate` sees to, and a logits_fn that returns no logits.
-        """
-        check_sampling(sampling, vocab_size=self.params.config.vocab_size)
-        for name, instead in AROUND_THE_ENGINE.items():
-            if getattr(sampling, name) != getattr(Sampling(), name):
-                raise ValueError(
-                    f"{name}={getattr(sampling, name)!r} is for generate and stream; an engine works on ids: {instead}"
-                )
-        Sampling(seed=sample)
-        if seed != 0:
-            Sampling(seed=seed)
-        return self.request_of(
-            prompt, sampling, seed=seed, sample=sample, cache_tag=cache_tag, edits=edits, capture=capture,
-            version=version,
-        )  # fmt: skip
+        `sample` is the number of this copy among a prompt's n; `cache_tag` keeps requests apart in the prefix cache that
+        must not share blocks. `edits` and `capture`, out of what the engine was built for, are the engine's own when
+        None. Raises TypeError or ValueError that names what is wrong; also for stop strings, n and prompt_logprobs,
+        which the loop of `generate` sees to, and a logits_fn that returns no logits.
 
-    def request_of(
-        self,
-        prompt: Iterable[int],
-        sampling: Sampling,
-        *,
-        seed: int = 0,
-        sample: int = 0,
-        cache_tag: Any = None,
-        edits: Iterable[Edit] | None = None,
-        capture: Capture | Iterable[str] | None = None,
-        version: int | None = None,
-    ) -> Request:
-        """`request` for a caller that has checked the sampling and does what an engine does not."""
+        Two arguments are for a loop that hands in many: `version` is what `machine.version_of` just said and spares
+        looking at every weight again; `checked` promises that sampling and seeds are sound and that the loop does what
+        an engine does not.
+        """
+        if not checked:
+            self.check_settings(sampling)
+            seed, sample = check_seed("seed", seed), check_seed("sample", sample)
         config = self.params.config
         prompt = check_ids("prompt", tuple(prompt), config.vocab_size)
         edits = self.edits if edits is None else tuple(edits)
@@ -181,6 +161,15 @@ class Engine:
             ),
             keep=True,
         )
+
+    def check_settings(self, sampling: Sampling) -> None:
+        """TypeError or ValueError for settings that this model, or an engine without a loop around it, cannot serve."""
+        check_sampling(sampling, vocab_size=self.params.config.vocab_size)
+        for name, instead in AROUND_THE_ENGINE.items():
+            if getattr(sampling, name) != getattr(Sampling, name):  # the class holds the defaults
+                raise ValueError(
+                    f"{name}={getattr(sampling, name)!r} is for generate and stream; an engine works on ids: {instead}"
+                )
 
     def prepare(self, sampling: Sampling) -> None:
         """Build the steps for requests sampled like this one beforehand; otherwise each is built when first needed."""

@@ -16,7 +16,7 @@ from fnllm.machine import Machine, Variant
 from fnllm.options import EngineOptions
 from fnllm.progress import Meter, is_terminal
 from fnllm.prompts import check_params_given, normalise, pair_sampling
-from fnllm.sampling import Sampling, check_sampling, from_defaults
+from fnllm.sampling import Sampling, check_sampling, check_seed, from_defaults
 from fnllm.scoring import prompt_logprobs
 from fnllm.state import State, abort, add
 from fnllm.tracks import Track, absorb, start, track
@@ -96,7 +96,8 @@ def serve(
     """The loop behind `generate` and `stream`, with every argument checked before it is returned."""
     check_params_given(params)
     layers = check_layers(layers)
-    Sampling(seed=seed)  # the limits are those of a request's own seed
+    if seed is not None:
+        seed = check_seed("seed", seed)
     seed = agree(
         params,
         seed,
@@ -128,7 +129,7 @@ def serve(
                 raise ids
             check_sampling(setting, vocab_size=params.config.vocab_size, has_tokenizer=params.tokenizer is not None)
             for sample in range(setting.n):
-                request = worker.request_of(
+                request = worker.request(
                     ids,
                     setting,
                     seed=seed + index,
@@ -136,6 +137,7 @@ def serve(
                     edits=chosen[index],
                     capture=looked[index],
                     version=version,
+                    checked=True,
                 )
                 try:
                     state, seq_id = add(state, request)

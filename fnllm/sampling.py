@@ -93,7 +93,7 @@ class Sampling:
             "presence_penalty": _number("presence_penalty", self.presence_penalty),
             "frequency_penalty": _number("frequency_penalty", self.frequency_penalty),
             "logit_bias": _biases(self.logit_bias),
-            "seed": None if self.seed is None else _integer("seed", self.seed, low=0, high=MAX_SEED),
+            "seed": None if self.seed is None else check_seed("seed", self.seed),
             "max_tokens": _integer("max_tokens", self.max_tokens, low=0),
             "min_tokens": _integer("min_tokens", self.min_tokens, low=0),
             "stop": _stop_strings(self.stop),
@@ -131,6 +131,11 @@ def check_sampling(sampling: Any, *, vocab_size: int, has_tokenizer: bool = True
             raise ValueError(f"{name}={count} is more than the vocabulary's {vocab_size} ids")
     if sampling.stop and not has_tokenizer:
         raise ValueError(f"stop={sampling.stop!r} needs text and these params have no tokenizer; use stop_token_ids")
+
+
+def check_seed(name: str, value: Any) -> int:
+    """A seed as a plain int; TypeError or ValueError that begins with `name` for what is none."""
+    return _integer(name, value, low=0, high=MAX_SEED)
 
 
 def from_defaults(defaults: Iterable[tuple[str, Any]], **options: Any) -> Sampling:

@@ -7,7 +7,7 @@ from typing import Any
 from fnllm import scheduler
 from fnllm.prompts import check_ids
 from fnllm.sampler import child_seed
-from fnllm.sampling import Sampling
+from fnllm.sampling import check_seed
 from fnllm.scheduler import Request, SchedulerState
 
 
@@ -35,7 +35,8 @@ def fork(state: State, seq_id: int, *, seed: int | None = None) -> tuple[State, 
 
     A draw depends on seed, position and logits alone: without a seed of its own the fork goes on as its parent does.
     """
-    Sampling(seed=seed)  # TypeError or ValueError for what is no seed
+    if seed is not None:
+        seed = check_seed("seed", seed)
     planned, new_id = scheduler.fork(state.scheduler, seq_id)
     if seed is not None:
         sequence = planned.sequences[new_id]

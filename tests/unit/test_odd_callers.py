@@ -50,6 +50,7 @@ WRONG = {
     "device": (lambda: fnllm.load(device="gpu"), ValueError, "device='gpu' is not known; use 'cpu', 'cuda'"),
     "sampling": (lambda: engine().request(IDS, None), TypeError, "sampling must be a Sampling"),
     "seed": (lambda: engine().request(IDS, SHORT, seed=1.5), ValueError, "seed must be an integer"),
+    "sample": (lambda: engine().request(IDS, SHORT, sample=-1), ValueError, "sample must be an integer"),
     "bias": (lambda: engine().request(IDS, Sampling(logit_bias={99: 1})), ValueError, "logit_bias has id 99, outside"),
     "stop": (lambda: engine().request(IDS, Sampling(stop="a")), ValueError, "needs text|for generate and stream"),
     "n": (lambda: engine().request(IDS, Sampling(n=2)), ValueError, "n=2 is for generate and stream.*sample=0, 1"),
@@ -94,6 +95,22 @@ def test_vectors_and_positions_may_be_numpys():
     assert generate(edits=fnllm.steer(SITE, vector.numpy(), 3.0)).token_ids == wanted.token_ids
     assert generate(edits=fnllm.steer(SITE, vector.tolist(), 3.0)).token_ids == wanted.token_ids
     assert generate(capture=Capture(SITE, np.array([0, 2]))).captured_at == (0, 2)
+
+
+def test_seeds_may_be_numpys(pytestconfig):
+    if pytestconfig.getoption("jaxtyping_packages", None):
+        pytest.skip("the signatures say int")
+    drawn = Sampling(temperature=1.0, max_tokens=6)
+    for seed in (0, 5, 2**63 - 1):
+        outs = [fnllm.generate(tiny(), IDS, drawn, seed=kind(seed), **SMALL)[0] for kind in (int, np.int64)]
+        assert outs[0].token_ids == outs[1].token_ids
+    worker = engine()
+    for name in ("seed", "sample"):
+        assert worker.request(IDS, drawn, **{name: np.int64(3)}) == worker.request(IDS, drawn, **{name: 3})
+    state, seq_id = add(worker)
+    forked = [fnllm.fork(state, seq_id, seed=kind(3)) for kind in (int, np.int64)]
+    payloads = [state.scheduler.sequences[new_id].request.payload for state, new_id in forked]
+    assert payloads[0] == payloads[1]
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
