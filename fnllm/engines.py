@@ -113,8 +113,8 @@ class Engine:
     ) -> Request:
         """A request for `add`.
 
-        `sample` is the number of this copy among a prompt's n; `cache_tag` keeps requests apart in the prefix cache that
-        must not share blocks. `edits` and `capture`, out of what the engine was built for, are the engine's own when
+        `sample` is the number of this copy among a prompt's n; requests of different `cache_tag` share no blocks of the
+        prefix cache. `edits` and `capture`, out of what the engine was built for, are the engine's own when
         None. Raises TypeError or ValueError that names what is wrong; also for stop strings, n and prompt_logprobs,
         which the loop of `generate` sees to, and a logits_fn that returns no logits.
 

@@ -82,52 +82,41 @@ linear_op.register_vmap(one_by_one(linear_op))
 outer_op.register_vmap(one_by_one(outer_op))
 
 
-class Linear(torch.autograd.Function):
-    """`grouped_linear`; not `register_autograd`, which torch.func does not see through."""
+class Grouped(torch.autograd.Function):
+    """What both have in common. Not `register_autograd`, which torch.func does not see through.
+
+    A base class, and not a function that makes both: torch.compile traces no op that a forward finds in a closure.
+    """
 
     generate_vmap_rule = True
 
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+
+class Linear(Grouped):
     @staticmethod
     def forward(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         return linear_op(x, w, ends)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, w, ends = ctx.saved_tensors
-        for_x, for_w, _ = ctx.needs_input_grad
-        return (
-            grouped_linear(grad, w.transpose(1, 2), ends) if for_x else None,
-            grouped_outer(grad, x, ends) if for_w else None,
-            None,
-        )
+        (x, w, ends), (for_x, for_w, _) = ctx.saved_tensors, ctx.needs_input_grad
+        grad_x = grouped_linear(grad, w.transpose(1, 2), ends) if for_x else None
+        return grad_x, grouped_outer(grad, x, ends) if for_w else None, None
 
 
-class Outer(torch.autograd.Function):
-    """`grouped_outer`, as `Linear`."""
-
-    generate_vmap_rule = True
-
+class Outer(Grouped):
     @staticmethod
     def forward(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
         return outer_op(a, b, ends)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        a, b, ends = ctx.saved_tensors
-        for_a, for_b, _ = ctx.needs_input_grad
-        return (
-            grouped_linear(b, grad, ends) if for_a else None,
-            grouped_linear(a, grad.transpose(1, 2), ends) if for_b else None,
-            None,
-        )
+        (a, b, ends), (for_a, for_b, _) = ctx.saved_tensors, ctx.needs_input_grad
+        grad_a = grouped_linear(b, grad, ends) if for_a else None
+        return grad_a, grouped_linear(a, grad.transpose(1, 2), ends) if for_b else None, None
 
 
 def grouped_linear(x: Float[Tensor, "R H"], w: Float[Tensor, "E O H"], ends: Int[Tensor, " E"]) -> Float[Tensor, "R O"]:

@@ -81,6 +81,19 @@ def test_it_traces_for_any_number_of_rows():
         torch.testing.assert_close(run(x, w, ends).double(), exact(x, w, groups), rtol=0, atol=5e-5)
 
 
+@pytest.mark.compiled
+def test_its_gradients_trace():
+    x, w, ends, _ = case_of("odd", torch.float64)
+    x, w = x.requires_grad_(), w.requires_grad_()
+
+    def loss(x, w):
+        return op.grouped_linear(x, w, ends).square().sum()
+
+    traced = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    got, want = (torch.autograd.grad(function(x, w), (x, w)) for function in (traced, loss))
+    torch.testing.assert_close(got, want)
+
+
 def check_kernel(device: str, dtypes=(torch.float32,), config: dict | None = None) -> None:
     for name in CASES:
         for dtype in dtypes:
