@@ -88,36 +88,49 @@ def reach_reference(
 
     Also what the logits above it measure: the lowest float above which they measure less than `target`, and how much.
     """
+    values = numbers(logits, valid).sort(-1, descending=True).values
+    return reach_falling(values, top, temperature, target, by_mass)
+
+
+def numbers(logits: Float[Tensor, "B V"], valid: int) -> Float[Tensor, "B W"]:
+    """The first `valid` logits in float32, with -inf in place of NaN, which would come before every number."""
     values = logits[:, :valid].float()
-    values = torch.where(values.isnan(), -torch.inf, values).sort(-1, descending=True).values
-    measure = masses(values, top, temperature).long() if by_mass else torch.ones_like(values, dtype=torch.int64)
-    before = (measure.cumsum(-1) < target[:, None]).sum(-1)
-    value = values.gather(1, before.clamp(max=valid - 1)[:, None]).squeeze(1)
-    value = torch.where(before < valid, value, -torch.inf)
-    return value, torch.where(values > value[:, None], measure, 0).sum(-1)
+    return torch.where(values.isnan(), -torch.inf, values)
 
 
-def reach_among_few(
-    logits: Float[Tensor, "B V"],
+def reach_falling(
+    values: Float[Tensor, "B W"],
     top: Float[Tensor, " B"],
     temperature: Float[Tensor, " B"],
     target: Int[Tensor, " B"],
     by_mass: bool,
-    valid: int,
 ) -> tuple[Float[Tensor, " B"], Int[Tensor, " B"]]:
-    """`reach_reference`, sorting only as many of the largest logits as turn out to be needed; reads values back."""
-    values = logits[:, :valid].float()
-    values = torch.where(values.isnan(), -torch.inf, values)
+    """`reach_reference` of numbers that fall already."""
+    measure = masses(values, top, temperature).long() if by_mass else torch.ones_like(values, dtype=torch.int64)
+    before = (measure.cumsum(-1) < target[:, None]).sum(-1)
+    value = values.gather(1, before.clamp(max=values.shape[1] - 1)[:, None]).squeeze(1)
+    value = torch.where(before < values.shape[1], value, -torch.inf)
+    return value, torch.where(values > value[:, None], measure, 0).sum(-1)
+
+
+def reach_among_few(
+    values: Float[Tensor, "B W"],
+    top: Float[Tensor, " B"],
+    temperature: Float[Tensor, " B"],
+    target: Int[Tensor, " B"],
+    by_mass: bool,
+) -> tuple[Float[Tensor, " B"], Int[Tensor, " B"]]:
+    """`reach_reference` of numbers, sorting only as many of the largest as turn out to be needed; reads values back."""
     finite = values > -torch.inf
     total = (torch.where(finite, masses(values, top, temperature), 0).long() if by_mass else finite).sum(-1)
     endless = total < target
     for width in (1, 256, 4096):
-        if width < valid:
+        if width < values.shape[1]:
             near = torch.topk(values, width, dim=-1).values
-            value, above = reach_reference(near, top, temperature, target, by_mass, width)
+            value, above = reach_falling(near, top, temperature, target, by_mass)
             if ((value > -torch.inf) | endless).all():
                 return torch.where(endless, -torch.inf, value), torch.where(endless, total, above)
-    return reach_reference(values, top, temperature, target, by_mass, valid)
+    return reach_falling(values.sort(-1, descending=True).values, top, temperature, target, by_mass)
 
 
 @library.custom_op("fnllm::reach", mutates_args=())
@@ -127,7 +140,7 @@ def reach(
     """`reach_reference`: on a CPU in plain torch, on a GPU in Triton."""
     if logits.is_cuda:
         return launch_reach(logits, top, temperature, target, by_mass, valid)
-    return reach_among_few(logits, top, temperature, target, by_mass, valid)
+    return reach_among_few(numbers(logits, valid), top, temperature, target, by_mass)
 
 
 @reach.register_fake
