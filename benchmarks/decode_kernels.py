@@ -9,7 +9,6 @@ Compiling for the sweeps takes most of the time: `--workers` processes do it bef
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from timing import replay_seconds
+from workloads import READ_BYTES_PER_S
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "kernels")]
@@ -26,7 +27,6 @@ from fnllm_kernels import decode_linear as linear  # noqa: E402
 from fnllm_kernels.decode_linear import Tiles, launch_linear  # noqa: E402
 from fnllm_kernels.small_linear import linear_reference  # noqa: E402
 
-PEAK = 4.24e12  # bytes a second, measured read bandwidth of an H200
 BF16 = torch.bfloat16
 CONTEXTS = (128, 384, 640, 1024)
 EPS = 1e-6
@@ -67,27 +67,6 @@ def random(*shape, scale=1.0):
 def error_of(got, expected) -> float:
     got, expected = got.double(), expected.double()
     return float((got - expected).norm() / expected.norm())
-
-
-def graph_time(work, replays=12) -> float:
-    """Median seconds of one replay of a graph of work()."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            kept = work()
-        times = []
-        for _ in range(replays):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-    del kept
-    return statistics.median(times[3:])
 
 
 def extras(name: str, shape: Shape) -> dict:
@@ -187,10 +166,10 @@ def linear_part(report) -> None:
         found = []
         for tile in tiles:
             run = lambda w, tile=tile: launch_linear(x, w, tiles=tile, **more)  # noqa: E731, B023
-            seconds = graph_time(lambda run=run: [run(w) for w in weights]) / count  # noqa: B023
+            seconds = replay_seconds(lambda run=run: [run(w) for w in weights]) / count  # noqa: B023
             found.append((round(seconds * 1e6, 2), "default" if tile is None else str(tuple(tile))))
             report(part="check", shape=label, product=name, tiles=found[-1][1], error=error_of(run(weights[0]), wanted))
-        ideal = 2 * rows * width / PEAK * 1e6
+        ideal = 2 * rows * width / READ_BYTES_PER_S * 1e6
         report(
             part="linear", shape=label, product=name, ideal_us=round(ideal, 2), default=found[0], best=sorted(found)[:6]
         )
@@ -208,7 +187,7 @@ def attention_part(report) -> None:
                 model.set_context(context)
                 n = len(model.layers)
                 work = lambda options=options, n=n: [model.attend(qkv, i, **options) for i in range(n)]  # noqa: E731, B023
-                us[context] = round(graph_time(work) / n * 1e6, 2)
+                us[context] = round(replay_seconds(work) / n * 1e6, 2)
             model.set_context(384)
             report(part="attention", shape=label, **options, us=us, error=error)
 
@@ -221,8 +200,8 @@ def chain_part(report) -> None:
         model = Model(shape, shape.layers)
         for context in CONTEXTS:
             model.set_context(context)
-            seconds = graph_time(model.chain)
-            us, share = seconds / shape.layers * 1e6, model.nbytes() / seconds / PEAK
+            seconds = replay_seconds(model.chain)
+            us, share = seconds / shape.layers * 1e6, model.nbytes() / seconds / READ_BYTES_PER_S
             report(part="chain", shape=label, context=context, ms=seconds * 1e3, us_layer=us, share=share)
 
 

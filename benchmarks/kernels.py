@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from timing import replay_seconds
 from torch import Tensor
+from workloads import FLOPS_PER_S, READ_BYTES_PER_S
 
 from fnllm_kernels.attention import attention_metadata, paged_attention
 from fnllm_kernels.attention_triton import triton_metadata
@@ -25,8 +27,6 @@ from fnllm_kernels.norm import add_rms_norm, rms_norm
 from fnllm_kernels.qk_norm_rope_store import qk_norm_rope_store
 from fnllm_kernels.silu_mul import silu_mul
 
-READ_BYTES_PER_S = 4.24e12  # one H200, measured by a reduction over 2 GiB
-FLOP_PER_S = 776e12  # one H200, bf16 product of 8192 cubed
 COLD_BYTES = 200e6  # inputs a graph goes through, several times the L2 cache
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, MLP = 16, 8, 128, 1024, 3072  # the shape of Qwen3-0.6B
@@ -45,24 +45,12 @@ def time_us(case: Case) -> float:
     """Median microseconds per call, from replays of a graph that calls once on each of many input sets."""
     sets = int(min(256, max(2, -(-COLD_BYTES // case.bytes_moved))))
     calls = [case.build() for _ in range(sets)]
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def run() -> None:
         for call in calls:
             call()
-    graph.replay()
-    times = []
-    for _ in range(15):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / sets)
-    return sorted(times)[len(times) // 2]
+
+    return replay_seconds(run) * 1e6 / sets
 
 
 def normal(*size: int) -> Tensor:
@@ -188,7 +176,7 @@ def main() -> None:
         parser.error("no CUDA device: the kernels are timed on a GPU")
     rows = []
     for case in itertools.chain.from_iterable(groups[name]() for name in options.only):
-        floor = max(case.bytes_moved / READ_BYTES_PER_S, case.flops / FLOP_PER_S) * 1e6
+        floor = max(case.bytes_moved / READ_BYTES_PER_S, case.flops / FLOPS_PER_S) * 1e6
         try:
             took = time_us(case)
         except Exception as error:  # the table names what failed and goes on

@@ -8,12 +8,13 @@ checked against its reference. Times are medians of CUDA graph replays. Parts th
 import argparse
 import functools
 import json
-import statistics
 import sys
 import time
 from pathlib import Path
 
 import torch
+from timing import replay_seconds
+from workloads import FLOPS_PER_S, READ_BYTES_PER_S
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
@@ -26,7 +27,6 @@ from fnllm_kernels.order_keys import packed_ids  # noqa: E402
 VOCAB = 151936
 BATCHES = (1, 32, 256)
 WIDTHS = (1024, 4096)
-READ = 4.24e12  # bytes a second, measured read bandwidth of an H200
 TILES = {
     1: [(16, 64, 256, 4, 4), (16, 128, 128, 4, 5), (16, 64, 128, 4, 6), (16, 32, 256, 4, 5)],
     32: [(32, 128, 128, 4, 4), (32, 64, 128, 4, 5), (32, 128, 64, 4, 6), (32, 128, 128, 8, 4)],
@@ -34,25 +34,9 @@ TILES = {
 }
 
 
-def median_us(fn, replays: int = 15) -> float:
+def median_us(fn) -> float:
     """Microseconds of one call of `fn`, captured in a CUDA graph and replayed."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        fn(), fn()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        fn()
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times)
+    return replay_seconds(fn) * 1e6
 
 
 def rows_of(batch: int, **columns):
@@ -75,7 +59,7 @@ def draws(batch: int, report) -> None:
         args = (logits, rows.temperature, rows.seed, positions, 0, VOCAB)
         same = agreement(kernels.launch_sample_logits(*args), kernels.sample_logits_reference(*args))
         us = median_us(lambda args=args: kernels.launch_sample_logits(*args))
-        report("draw", f"{name}, kernel", batch, us, same=same, floor_us=logits.nbytes / READ * 1e6)
+        report("draw", f"{name}, kernel", batch, us, same=same, floor_us=logits.nbytes / READ_BYTES_PER_S * 1e6)
     report("draw", "torch argmax", batch, median_us(lambda: logits.argmax(-1)))
 
 
@@ -96,7 +80,7 @@ def heads(batch: int, width: int, report) -> None:
     hidden = torch.randn(batch, width, device="cuda").mul(3).bfloat16()
     positions, rows = torch.arange(batch, device="cuda"), rows_of(batch, temperature=1.0)
     row_args = (rows.temperature, rows.seed, positions, 0, VOCAB)
-    floor = max(weight.nbytes / READ, 2 * batch * width * VOCAB / 776e12) * 1e6
+    floor = max(weight.nbytes / READ_BYTES_PER_S, 2 * batch * width * VOCAB / FLOPS_PER_S) * 1e6
     report("head", f"H={width} cuBLAS alone", batch, median_us(lambda: hidden @ weight.T), floor_us=floor)
 
     def two():

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import statistics
 import sys
 import threading
 import time
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from timing import replay_seconds
 from workloads import config_dict, measure
 
 import fnllm
@@ -175,7 +175,7 @@ def reduce(s: SimpleNamespace) -> None:
                 emit(s, part="reduce", way=way, rows=rows, error=f"{type(error).__name__}: {error}"[:300])
 
 
-def time_reduces(tp: Any, x: torch.Tensor, count: int = 72, repeats: int = 20) -> float:
+def time_reduces(tp: Any, x: torch.Tensor, count: int = 72) -> float:
     def run() -> torch.Tensor:
         y = x
         for _ in range(count):
@@ -186,22 +186,7 @@ def time_reduces(tp: Any, x: torch.Tensor, count: int = 72, repeats: int = 20) -
         began = time.perf_counter()
         run()
         return (time.perf_counter() - began) / count * 1e6
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        run()
-    times = []
-    for _ in range(repeats):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / count)
-    return statistics.median(times)  # with the multiplication, about a microsecond, in it
+    return replay_seconds(run) / count * 1e6  # with the multiplication, about a microsecond, in it
 
 
 def save(s: SimpleNamespace) -> None:
