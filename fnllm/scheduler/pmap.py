@@ -19,17 +19,12 @@ ALL = (1 << 2 * BITS) - 1
 _ROOT = (({},) * (MASK + 1),) * (MASK + 1)
 
 
-class PlainMap:
-    """An immutable mapping. The order of iteration depends on the hashes alone and not on the history."""
+class Readable:
+    """How a map and a draft of one look a key up."""
 
     __slots__ = ("_root", "_count")
-
-    def __init__(self, root: tuple = _ROOT, count: int = 0) -> None:
-        self._root = root
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
+    _root: Any  # 64 branches of 64 dicts each
+    _count: int
 
     def __contains__(self, key: Hashable) -> bool:
         place = hash(key)
@@ -43,6 +38,19 @@ class PlainMap:
         """The value of `key`, or `default`."""
         place = hash(key)
         return self._root[place >> BITS & MASK][place & MASK].get(key, default)
+
+
+class PlainMap(Readable):
+    """An immutable mapping. The order of iteration depends on the hashes alone and not on the history."""
+
+    __slots__ = ()
+
+    def __init__(self, root: tuple = _ROOT, count: int = 0) -> None:
+        self._root = root
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
 
     def items(self) -> Iterator[tuple[Any, Any]]:
         """All (key, value) pairs."""
@@ -77,28 +85,15 @@ class PlainMap:
         return Draft(self._root, self._count)
 
 
-class Draft:
+class Draft(Readable):
     """A map being changed in place by one function, from `mutate` to `finish`; nobody else sees it."""
 
-    __slots__ = ("_root", "_count", "_own")
+    __slots__ = ("_own",)
 
     def __init__(self, root: tuple, count: int) -> None:
         self._root = list(root)
         self._count = count
         self._own: dict[int, dict] = {}  # the leaves copied so far, by place
-
-    def __contains__(self, key: Hashable) -> bool:
-        place = hash(key)
-        return key in self._root[place >> BITS & MASK][place & MASK]
-
-    def __getitem__(self, key: Hashable) -> Any:
-        place = hash(key)
-        return self._root[place >> BITS & MASK][place & MASK][key]
-
-    def get(self, key: Hashable, default: Any = None) -> Any:
-        """The value of `key`, or `default`."""
-        place = hash(key)
-        return self._root[place >> BITS & MASK][place & MASK].get(key, default)
 
     def __setitem__(self, key: Hashable, value: Any) -> None:
         leaf = self._leaf(hash(key) & ALL)

@@ -1,41 +1,31 @@
 """The decode kernels in Triton's interpreter against float64 and plain torch, and their ops and checks on the CPU."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from interpreted import interpreted
 from torch import library
 
 from fnllm_kernels.decode_attention import decode_attention
 
-HERE = Path(__file__).parent
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[dict]]:
+    """The cases of each kind, of one process for all."""
+    return json.loads(interpreted(str(Path(__file__).with_name("decode_cases.py"))))
 
 
-def interpreted(part: str) -> list[dict]:
-    pytest.importorskip("triton")
-    paths = [str(HERE), str(HERE.parents[1] / "kernels")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "decode_cases.py"), part]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def test_linear_kernels_match_float64():
-    found = interpreted("linear")
-    assert len(found) == 9
-    for case in found:
+def test_linear_kernels_match_float64(found):
+    assert len(found["linear"]) == 9
+    for case in found["linear"]:
         assert case["y"] < 8e-3, case  # bf16 results of bf16 operands
 
 
-def test_attention_kernel_matches_plain_torch():
-    found = interpreted("attention")
-    assert len(found) == 6
-    for case in found:
+def test_attention_kernel_matches_plain_torch(found):
+    assert len(found["attention"]) == 6
+    for case in found["attention"]:
         assert case["y"] < 4e-3 and case["k"] < 1e-3, case
         assert case["v"] == 0 and case["counters"] == 0, case
 

@@ -4,29 +4,18 @@ The interpreter must be chosen before triton is imported, so the cases run in a 
 TRITON_INTERPRET=1 this file is one test, which starts pytest on this file with it.
 """
 
-import os
-import subprocess
-import sys
-
 import kernel_cases as cases
 import pytest
 import torch
+from interpreted import INTERPRETING, interpreted_tests
 
 triton = pytest.importorskip("triton")
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 ALL = cases.DECODE | cases.PREFILL
 
 if not INTERPRETING:
 
     def test_kernels_in_the_interpreter():
-        run = subprocess.run(
-            [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-p", "no:cacheprovider"],
-            env=os.environ | {"TRITON_INTERPRET": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+        interpreted_tests(__file__)
 
 else:
     from triton.runtime import interpreter

@@ -1,17 +1,13 @@
 """The batch-invariant linear map: by Triton's interpreter on the CPU, and bit for bit on a GPU."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from interpreted import INTERPRETING, interpreted_tests
 
 from fnllm_kernels import invariant_linear as module
 from fnllm_kernels.invariant_linear import cuts, invariant_linear, invariant_linear_reference
 
 triton = pytest.importorskip("triton")
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def problem(tokens, inputs, outputs, dtype, device, seed=0):
@@ -30,14 +26,7 @@ def check(result, x, w, relative):
 if not INTERPRETING:
 
     def test_kernels_in_the_interpreter():
-        run = subprocess.run(
-            [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-p", "no:cacheprovider"],
-            env=os.environ | {"TRITON_INTERPRET": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+        interpreted_tests(__file__)
 
     @pytest.mark.parametrize("outputs, inputs", [(64, 64), (1024, 4096), (151936, 1024), (5, 7), (6144, 100)])
     def test_cuts_cover_the_inputs(outputs, inputs):

@@ -4,6 +4,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fnllm.sampler import SamplerFeatures
+
+NOISE = SamplerFeatures(noise=True)
+FILTERS = SamplerFeatures(noise=True, top_k=True, top_p=True, min_p=True)
+
 
 @dataclass(frozen=True)
 class Settings:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from unit.sampler.settings import Settings
+from unit.sampler.settings import FILTERS, NOISE, Settings
 
 from fnllm.sampler import (
     NAN_ID,
@@ -17,8 +17,6 @@ from fnllm.sampler import (
 from fnllm.tensor_parallel import SINGLE, simulate
 
 torch.set_num_threads(1)
-NOISE = SamplerFeatures(noise=True)
-FILTERS = SamplerFeatures(noise=True, top_k=True, top_p=True, min_p=True)
 EVERYTHING = SamplerFeatures(
     noise=True, top_k=True, top_p=True, min_p=True, penalties=True, bias=1, logprobs=2, logits_fns=(lambda z, h: z,)
 )

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from unit.sampler.settings import Settings, kept_by_sorting
+from unit.sampler.settings import FILTERS, NOISE, Settings, kept_by_sorting
 
 from fnllm.sampler import (
     SamplerFeatures,
@@ -22,8 +22,6 @@ from fnllm.sampler import (
 from fnllm.tensor_parallel import Call, simulate
 
 torch.set_num_threads(1)
-NOISE = SamplerFeatures(noise=True)
-FILTERS = SamplerFeatures(noise=True, top_k=True, top_p=True, min_p=True)
 BOTH = pytest.mark.parametrize("kernels", [False, True])
 
 
