@@ -19,10 +19,14 @@ SITE = "layers.1.resid_post"
 
 @pytest.fixture
 def params():
-    """Two of the checkpoint's layers, which show all that more would."""
     torch.set_num_threads(1)
     torch._dynamo.reset()
-    whole = fnllm.load(ORACLE / "qwen3-tiny", device="cpu")
+    return two_layers("qwen3-tiny")
+
+
+def two_layers(name):
+    """Two of a checkpoint's layers, which show all that more would."""
+    whole = fnllm.load(ORACLE / name, device="cpu")
     config = replace(
         whole.config,
         num_hidden_layers=2,
@@ -129,7 +133,10 @@ def test_a_function_that_cannot_be_traced_is_named(params):
 
 
 @pytest.mark.slow
-def test_edits_and_captures_through_inductor(params):
+def test_edits_and_captures_through_inductor():
+    torch._dynamo.reset()
+    params = two_layers("qwen3-moe-mixed")  # one dense, one of experts
+    assert [sorted(layer.keys() & {"down", "router"}) for layer in params.tree["layers"]] == [["down"], ["router"]]
     edits = [[fnllm.steer(SITE, vector(1))], None, [fnllm.ablate("layers.0.resid_mid", vector(2))]]
     capture = [None, fnllm.Capture(("layers.*.resid_post", "layers.0.q", "logits")), fnllm.Capture(SITE, "output")]
     compiled, eager = call(params, edits, capture, compile="inductor"), call(params, edits, capture)

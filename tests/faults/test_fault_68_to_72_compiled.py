@@ -1,11 +1,13 @@
 """Reported faults of compiled and captured steps: traced on a CPU, compiled and in CUDA graphs where there is a GPU."""
 
+import contextlib
 import dataclasses
 import re
 
 import pytest
 import torch
 from tiny_models import GREEDY, ORACLE
+from tracing import without_code_generation
 
 import fnllm
 
@@ -20,10 +22,8 @@ def compiled(request):
     """(params, engine options, what was reported) of one machine, compiled by a first call."""
     device, mode = request.param
     torch._dynamo.reset()
-    real = torch.compile
-    with pytest.MonkeyPatch.context() as patch:
-        if device == "cpu":  # what Inductor makes of a graph matters to none of these
-            patch.setattr(torch, "compile", lambda function, **options: real(function, **options, backend="eager"))
+    # What Inductor makes of a graph matters to none of these.
+    with without_code_generation() if device == "cpu" else contextlib.nullcontext():
         yield from machine(device, mode)
 
 
