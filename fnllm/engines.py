@@ -221,7 +221,8 @@ class Engine:
             failed = failures(planned, flight.plan, ids, self.params.config.vocab_size)
             for seq_id, _ in failed:
                 planned = scheduler.finish(planned, seq_id, "error")
-            ids = np.where(ids.view(np.uint32) < self.params.config.vocab_size, ids, 0)  # nobody waits for these
+            # `commit` takes tokens alone: any stands for those that no sequence accepts any more.
+            ids = np.where(ids.view(np.uint32) < self.params.config.vocab_size, ids, 0)
         planned, events = scheduler.commit(planned, flight.plan, ids)
         if wrong:
             with self.machine.lock, set_aside(self.machine.device):
@@ -277,7 +278,9 @@ def engine(
 
     Engines of one `params` with equal options share a machine, so that another one costs nothing: no pool, no compiling
     of what is compiled. A swapped layer has steps of its own and never sees others' cached prefixes. `edits` and
-    `capture` are what each request gets; one may choose others of the same functions, shapes and sites.
+    `capture` are what each request gets; one may choose others of the same functions, shapes and sites. `tp` (None: the
+    ranks that torchrun started) is the group that holds the shards. `report` takes a line for each thing that a new
+    machine builds; a machine that is there goes on telling who made it. Raises TypeError or ValueError by name.
     """
     check_params_given(params)
     edits, capture = tuple(edits), expand(params.config, as_capture(capture))

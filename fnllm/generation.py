@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from fnllm.capture import capture_bytes, captures_of_each, expand, union_of_sites
+from fnllm.capture import Capture, capture_bytes, captures_of_each, expand, union_of_sites
 from fnllm.completion import Chunk, Completion, failed
 from fnllm.distributed import agree
 from fnllm.edits import Edit, channels_of, edits_of_each
@@ -50,7 +50,9 @@ def generate(
     TypeError or ValueError that names the argument, before anything runs, and FloatingPointError for logits of NaN.
     """
     done: dict[tuple[int, int], Completion] = {}
-    chunks = serve(params, prompts, sampling, layers, edits, capture, seed, chat, errors, progress, False, options)
+    chunks = serve(
+        params, prompts, sampling, layers, edits, capture, seed, chat, errors, options, progress=progress, live=False
+    )
     with closing(chunks):  # whatever happens, the machine is free for other threads
         for chunk in chunks:
             if chunk.completion is not None:
@@ -76,7 +78,9 @@ def stream(
     The arguments are checked by the call itself, the first step waits for the first `next`. Stopping to iterate aborts
     what still runs and leaves everything usable.
     """
-    return serve(params, prompts, sampling, layers, edits, capture, seed, chat, errors, False, True, options)
+    return serve(
+        params, prompts, sampling, layers, edits, capture, seed, chat, errors, options, progress=False, live=True
+    )
 
 
 def serve(
@@ -89,11 +93,16 @@ def serve(
     seed: int | None,
     chat: Mapping[str, Any] | None,
     errors: str,
+    options: Mapping[str, Any],
+    *,
     progress: bool | None,
     live: bool,
-    options: Mapping[str, Any],
 ) -> Generator[Chunk, None, None]:
-    """The loop behind `generate` and `stream`, with every argument checked before it is returned."""
+    """The loop behind `generate` and `stream`, with every argument checked before it is returned.
+
+    With `live`, chunks are wanted as their tokens come, by a caller who may use the machine between them; without it
+    the last of each request is, and the machine is nobody else's until then.
+    """
     check_params_given(params)
     layers = check_layers(layers)
     if seed is not None:
@@ -118,12 +127,34 @@ def serve(
     looked = [expand(params.config, one) for one in captures_of_each(capture, len(found.ids))]
     variant = Variant(layers, channels_of(chosen), union_of_sites(looked))
     worker = Engine(params, machine_for(params, variant, None, None, EngineOptions(**options)), variant)
-    machine = worker.machine
-    state = replace(machine.idle, variant=variant) if machine.idle else worker.init()
+    state, tracks, refused = hand_in(worker, found.ids, settings, chosen, looked, seed, errors, live)
+    if variant.capture:
+        worker.machine.reserve_for_captures(sum(bytes_captured(worker, one) for one in tracks.values()))
+    shown = params.shard.rank == 0 and (is_terminal() if progress is None else progress)
+    chunks = run(worker, state, tracks, refused, chosen, errors, shown)
+    return chunks if live else alone(worker.machine, chunks)
+
+
+def hand_in(
+    worker: Engine,
+    prompts: Sequence[tuple[int, ...] | Exception],
+    settings: Sequence[Sampling],
+    edits: Sequence[Sequence[Edit]],
+    captures: Sequence[Capture],
+    seed: int,
+    errors: str,
+    live: bool,
+) -> tuple[State, dict[int, Track], list[Chunk]]:
+    """The state with a request for each sample of each prompt, their tracks, and a chunk for each refused prompt.
+
+    It lies before the first token: what is the same for all requests is found once, and nothing is checked twice.
+    """
+    params, machine = worker.params, worker.machine
+    state = replace(machine.idle, variant=worker.variant) if machine.idle else worker.init()
     version = machine.version_of(params)
     tracks: dict[int, Track] = {}
     refused: list[Chunk] = []
-    for index, (ids, setting) in enumerate(zip(found.ids, settings, strict=True)):
+    for index, (ids, setting) in enumerate(zip(prompts, settings, strict=True)):
         try:
             if isinstance(ids, Exception):
                 raise ids
@@ -134,8 +165,8 @@ def serve(
                     setting,
                     seed=seed + index,
                     sample=sample,
-                    edits=chosen[index],
-                    capture=looked[index],
+                    edits=edits[index],
+                    capture=captures[index],
                     version=version,
                     checked=True,
                 )
@@ -143,27 +174,23 @@ def serve(
                     state, seq_id = add(state, request)
                 except ValueError as error:  # too long to run
                     raise ValueError(f"prompts[{index}]: {error}") from None
-                tracks[seq_id] = track(params, index, sample, ids, setting, live, time.perf_counter(), looked[index])
+                tracks[seq_id] = track(params, index, sample, ids, setting, live, time.perf_counter(), captures[index])
         except (TypeError, ValueError) as error:
             if errors == "raise":
                 raise
             refused.append(Chunk(index=index, completion=failed(error)))
-    if variant.capture:
-        machine.reserve_for_captures(
-            sum(
-                capture_bytes(
-                    params.config,
-                    one.capture,
-                    prompt_tokens=len(one.prompt),
-                    new_tokens=min(one.sampling.max_tokens, machine.settings.max_model_len - len(one.prompt)),
-                    dtype=machine.dtype,
-                )
-                for one in tracks.values()
-            )
-        )
-    shown = params.shard.rank == 0 and (is_terminal() if progress is None else progress)
-    chunks = run(worker, state, tracks, refused, chosen, errors, shown)
-    return chunks if live else alone(machine, chunks)
+    return state, tracks, refused
+
+
+def bytes_captured(worker: Engine, one: Track) -> int:
+    """What the captured activations of a request take at most."""
+    return capture_bytes(
+        worker.params.config,
+        one.capture,
+        prompt_tokens=len(one.prompt),
+        new_tokens=min(one.sampling.max_tokens, worker.machine.settings.max_model_len - len(one.prompt)),
+        dtype=worker.machine.dtype,
+    )
 
 
 def alone(machine: Machine, chunks: Generator[Chunk, None, None]) -> Generator[Chunk, None, None]:

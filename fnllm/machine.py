@@ -194,6 +194,7 @@ class Machine:
         self.mark_written(plan)
 
     def join(self, plan: Plan, jobs: Sequence[Job]) -> None:
+        """Write the rows of the sequences that join: their tables, and what the sampler must know of each."""
         for join, job in zip(plan.joins, jobs, strict=True):
             self.features[join.row] = features_of([job.sampling], eos_token_ids=self.config.eos_token_ids)
             self.tables[join.row, : len(join.block_table)] = join.block_table
@@ -269,6 +270,7 @@ class Machine:
         self.resident.rows.sampler.logits_fn.index_copy_(0, where, send(numbers, self.device))
 
     def mark_written(self, plan: Plan) -> None:
+        """Note this step at every block that the plan's new tokens lie in."""
         decode = slice(0, plan.num_decode)
         size = self.settings.block_size
         self.written[self.tables[plan.rows[decode], plan.starts[decode] // size]] = self.clock
