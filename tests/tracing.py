@@ -1,18 +1,31 @@
-"""torch.compile without Inductor: steps are traced as always and the graphs run as torch's own operations.
-
-Generating code takes seconds of every graph; tests that ask what is traced, and how often, need none.
-"""
+"""What keeps tests of compiled steps short: fewer layers, and graphs that run as torch's own operations."""
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
+from fnllm_weights import Params
+
 
 @contextlib.contextmanager
 def without_code_generation() -> Iterator[None]:
+    """Steps are traced as always. Generating code takes seconds of every graph, and what is traced shows without."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
         yield
+
+
+def two_layers(params: Params) -> Params:
+    """The first two layers: the oracles have a layer of each of their kinds among them, and more take longer alone."""
+    whole = params.config
+    config = replace(
+        whole,
+        num_hidden_layers=2,
+        sliding_window=whole.sliding_window[:2],
+        sparse_layers=whole.sparse_layers[:2],
+    )
+    return params._replace(config=config, tree={**params.tree, "layers": params.tree["layers"][:2]})

@@ -1,11 +1,10 @@
 """The open step under torch.compile: what is traced, how often, and that values are the eager ones."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch._dynamo.testing
 from examples_of import EXAMPLES, example
+from tracing import two_layers
 
 import fnllm
 
@@ -21,19 +20,7 @@ SITE = "layers.1.resid_post"
 def params():
     torch.set_num_threads(1)
     torch._dynamo.reset()
-    return two_layers("qwen3-tiny")
-
-
-def two_layers(name):
-    """Two of a checkpoint's layers, which show all that more would."""
-    whole = fnllm.load(ORACLE / name, device="cpu")
-    config = replace(
-        whole.config,
-        num_hidden_layers=2,
-        sliding_window=whole.config.sliding_window[:2],
-        sparse_layers=whole.config.sparse_layers[:2],
-    )
-    return whole._replace(config=config, tree={**whole.tree, "layers": whole.tree["layers"][:2]})
+    return two_layers(fnllm.load(ORACLE / "qwen3-tiny", device="cpu"))
 
 
 @pytest.fixture
@@ -135,7 +122,7 @@ def test_a_function_that_cannot_be_traced_is_named(params):
 @pytest.mark.slow
 def test_edits_and_captures_through_inductor():
     torch._dynamo.reset()
-    params = two_layers("qwen3-moe-mixed")  # one dense, one of experts
+    params = two_layers(fnllm.load(ORACLE / "qwen3-moe-mixed", device="cpu"))  # one dense, one of experts
     assert [sorted(layer.keys() & {"down", "router"}) for layer in params.tree["layers"]] == [["down"], ["router"]]
     edits = [[fnllm.steer(SITE, vector(1))], None, [fnllm.ablate("layers.0.resid_mid", vector(2))]]
     capture = [None, fnllm.Capture(("layers.*.resid_post", "layers.0.q", "logits")), fnllm.Capture(SITE, "output")]

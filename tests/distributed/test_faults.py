@@ -18,7 +18,6 @@ pytestmark = pytest.mark.distributed
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TIMEOUT_S = 20  # for the ranks; enough for the slowest to start on a busy machine
-EXAMPLE = ROOT / "examples" / "torchrun_generate.py"
 KINDS = ("none", "raise", "hang", "kill")
 
 
@@ -38,7 +37,7 @@ def start(kind: str, step: int, mark: str) -> subprocess.Popen:
         "FNLLM_TEST_MARK": mark,
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [str(EXAMPLE)] if kind == "none" else [str(HERE / "faulty.py"), kind, str(step)]
+    script = [str(HERE / "both_examples.py")] if kind == "none" else [str(HERE / "faulty.py"), kind, str(step)]
     return subprocess.Popen(
         [*command, *script],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -85,11 +84,13 @@ def jobs() -> dict[str, Job]:
 
 
 def test_two_jobs_at_once_do_not_meet(jobs):
+    """The first example says how each text ended; one rank alone prints, and both have the same texts, or would end."""
     job = jobs["none"]
     prompts = ["In the beginning", "And it came to pass"]
     one = fnllm.generate(fnllm.load(), prompts, fnllm.Sampling(temperature=0, max_tokens=16), num_blocks=32)
     assert (job.status, job.err) == (0, "")
-    assert job.out == "".join(f"{prompt}|{out.text}\n" for prompt, out in zip(prompts, one, strict=True))
+    assert job.out.count("[length]") == 2
+    assert job.out.endswith("".join(f"\n{prompt}|{out.text}" for prompt, out in zip(prompts, one, strict=True)) + "\n")
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
