@@ -59,17 +59,17 @@ def logprobs_of(completions: list[fnllm.Completion]) -> torch.Tensor:
 
 
 def opened(compile: str, prefix_cache: bool) -> list:
-    params = fnllm.load(ORACLE / "qwen3-odd")
+    params = tracing.two_layers(fnllm.load(ORACLE / "qwen3-odd"))
     options = {"compile": compile, "prefix_cache": prefix_cache}
     return [checks_open.captured(params, **options), checks_open.states(params, **options)]
 
 
 def mixed(compile: str) -> list:
     """Captures, edits and other layers in one step, of a checkpoint with windows and biases."""
-    params = fnllm.load(ORACLE / "qwen2-window")
+    params = tracing.two_layers(fnllm.load(ORACLE / "qwen2-window"))
     edits = [fnllm.steer("layers.1.resid_post", checks_open.vector(params.config.hidden_size, 1))]
     outs = fnllm.generate(
-        params, PROMPTS, SAMPLING, edits=[edits, None], capture=["layers.1.q", ("layers.2.v", "logits")],
+        params, PROMPTS, SAMPLING, edits=[edits, None], capture=["layers.1.q", ("layers.1.v", "logits")],
         layers=checks_open.swapped(), compile=compile, **SIZES,
     )  # fmt: skip
     return [(c.token_ids, c.captured_at, c.captured) for c in outs]

@@ -40,7 +40,7 @@ def edits_of(config: fnllm.ModelConfig) -> list:
     return [
         [steered, fnllm.Edit("layers.1.q", doubled), fnllm.Edit("logits", doubled)],
         None,
-        [fnllm.ablate("layers.2.resid_mid", vector(width, 3))],
+        [fnllm.ablate("layers.1.resid_mid", vector(width, 3))],
         [fnllm.patch("layers.0.attn_out", rows, 1), fnllm.steer("layers.1.resid_post", vector(width, 4))],
     ]
 
@@ -56,7 +56,7 @@ def relu2(gate_up, ctx):
 
 def captured(params: fnllm.Params, **options) -> list:
     """A mixed batch twice, the second time over what the first left cached: tokens, and activations of each."""
-    looked = [EVERYWHERE, fnllm.Capture(("layers.0.k", "layers.2.v", "logits"), "output"), None, EVERYWHERE]
+    looked = [EVERYWHERE, fnllm.Capture(("layers.0.k", "layers.1.v", "logits"), "output"), None, EVERYWHERE]
     edits = edits_of(params.config)
     outs = [
         out
@@ -116,7 +116,7 @@ def expect(found, expected, where: str = "") -> None:
 def shapes(config: fnllm.ModelConfig) -> dict[str, tuple[int, ...]]:
     """What the documentation says of a token's activation at the sites that are split between ranks."""
     q, kv = (config.num_attention_heads, config.head_dim), (config.num_key_value_heads, config.head_dim)
-    return {"layers.1.q": q, "layers.0.k": kv, "layers.2.v": kv, "logits": (config.vocab_size,)}
+    return {"layers.1.q": q, "layers.0.k": kv, "layers.1.v": kv, "logits": (config.vocab_size,)}
 
 
 def on_one_rank() -> dict:
