@@ -7,6 +7,7 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from fnllm.scoring import context, packed_batch
 from fnllm.tensor_parallel import ProcessGroup
 
 GREEDY = 16  # tokens compared for each prompt
+LARGEST_SUM = 1 << 24  # bytes
 TINY = dict(
     hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=96
 )
@@ -144,7 +146,7 @@ def profile(generate: Any, batch: int, tokens: int = 32) -> dict:
         generate(prompts, [tokens] * batch)
     times = {event.key: event.self_device_time_total for event in seen.key_averages()}
     total = sum(times.values())
-    signs = ("nccl", "allreduce", "all_reduce", "one_shot")
+    signs = ("nccl", "allreduce", "all_reduce", "push_sum")
     reduces = sum(time for name, time in times.items() if any(sign in name.lower() for sign in signs))
     return dict(
         batch=batch,
@@ -161,25 +163,41 @@ def join_alone(s: SimpleNamespace) -> None:
 
 
 def reduce(s: SimpleNamespace) -> None:
-    """Microseconds of one all-reduce among 72 in a captured graph: the group's own, and through peer memory."""
+    """Microseconds of one all-reduce among 72 in a captured graph: by the group, by the project's kernel over peer
+    memory, and by PyTorch's."""
     join_alone(s)
     device, usual = local_device(s.device), group()
-    for way, tp in (("group", usual), ("one_shot", one_shot_tp(usual))):
-        for rows in (1, 8, 32, 64, 256):
-            x = torch.full((rows, 4096), 0.5, dtype=torch.bfloat16, device=device)
+    ways = dict(group=usual.all_reduce, one_shot=one_shot_tp(usual, LARGEST_SUM).all_reduce)
+    for way, all_reduce in {**ways, **({} if s.cpu else dict(torch_one_shot=torch_one_shot(usual, device)))}.items():
+        for rows in (1, 8, 32, 64, 128, 256, 512, 1024, 2048):
+            x = torch.full((rows, 4096), 2.0**-80, dtype=torch.bfloat16, device=device)
             try:
-                if not torch.equal(tp.all_reduce(x), x * s.ranks):
+                if not torch.equal(all_reduce(x), x * s.ranks):
                     raise ArithmeticError("the sum is wrong")
-                emit(s, part="reduce", way=way, rows=rows, bytes=x.nbytes, us=time_reduces(tp, x))
+                emit(s, part="reduce", way=way, rows=rows, bytes=x.nbytes, us=time_reduces(all_reduce, x))
             except Exception as error:
                 emit(s, part="reduce", way=way, rows=rows, error=f"{type(error).__name__}: {error}"[:300])
 
 
-def time_reduces(tp: Any, x: torch.Tensor, count: int = 72, repeats: int = 20) -> float:
+def torch_one_shot(tp: ProcessGroup, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """PyTorch's sum in one kernel over its symmetric memory, with barriers."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    shared = symmetric_memory.empty(LARGEST_SUM // 2, dtype=torch.bfloat16, device=device)
+    symmetric_memory.rendezvous(shared, tp.group_name)
+
+    def all_reduce(x: torch.Tensor) -> torch.Tensor:
+        mine = shared[: x.numel()]
+        return torch.ops.symm_mem.one_shot_all_reduce_copy(mine, x.view(-1), "sum", tp.group_name).view(x.shape)
+
+    return all_reduce
+
+
+def time_reduces(all_reduce: Callable, x: torch.Tensor, count: int = 72, repeats: int = 20) -> float:
     def run() -> torch.Tensor:
-        y = x
+        y = x  # grows to at most ranks^72 times x, infinite or not
         for _ in range(count):
-            y = tp.all_reduce(y) * (1 / tp.size)
+            y = all_reduce(y)
         return y
 
     if not x.is_cuda:
@@ -201,7 +219,7 @@ def time_reduces(tp: Any, x: torch.Tensor, count: int = 72, repeats: int = 20) -
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop) * 1e3 / count)
-    return statistics.median(times)  # with the multiplication, about a microsecond, in it
+    return statistics.median(times)
 
 
 def save(s: SimpleNamespace) -> None:

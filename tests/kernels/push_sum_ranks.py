@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 from fnllm_kernels.push_sum import BLOCK, DTYPES, Mailbox, box_words, programs, push_sum
 
 LARGEST = 3 * BLOCK * 4
-SIZES = (2, 2 * BLOCK + 6, 4, LARGEST // 4, 2 * BLOCK, 10, LARGEST // 4 - 2)  # numbers; even, so whole words in each dtype
+SIZES = (2, 2 * BLOCK + 6, 4, LARGEST // 4, 2 * BLOCK, 10, LARGEST // 4 - 2)  # even: whole words in each dtype
 
 
 def contribution(rank: int, turn: int, numbers: int, dtype: torch.dtype) -> torch.Tensor:
