@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fnllm.tensor_parallel import ProcessGroup, refuse_gradients
-from fnllm_kernels.push_sum import Mailbox, box_words, programs, push_sum, takes
+from fnllm_kernels.push_sum import Mailbox, mailbox_words, make_mailbox, push_sum, takes
 
-SENT = 4 * 1024 * 1024  # bytes that a rank sends to the others together; above, NCCL's ways are as fast
+SENT = 16 * 1024 * 1024  # bytes that a rank sends to the others together; above, NCCL's ways are as fast
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,17 @@ def one_shot_tp(tp: ProcessGroup, largest: int | None = None) -> OneShot:
 
 @functools.cache
 def mailbox(group_name: str, ranks: int, largest: int, device: torch.device) -> Mailbox:
-    """This rank's boxes and the addresses of the others'; made by all ranks at the same call, outside a capture."""
+    """This rank's boxes and where the others' are; made by all ranks at the same call, outside a capture."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    boxes = symmetric_memory.empty(box_words(largest, ranks), dtype=torch.int64, device=device)
-    boxes.zero_()
+    memory = symmetric_memory.empty(mailbox_words(ranks, largest), dtype=torch.int64, device=device)
+    memory.zero_()
     torch.cuda.synchronize(device)
-    handle = symmetric_memory.rendezvous(boxes, group_name)
+    handle = symmetric_memory.rendezvous(memory, group_name)
     handle.barrier()  # nobody writes to a box that is still being cleared
     torch.cuda.synchronize(device)
-    offset = boxes.data_ptr() - handle.buffer_ptrs[handle.rank]  # alike on all ranks
-    addresses = torch.tensor([base + offset for base in handle.buffer_ptrs], device=device)
-    return Mailbox(handle.rank, addresses, torch.zeros(programs(largest), dtype=torch.int32, device=device), boxes)
+    offset = memory.data_ptr() - handle.buffer_ptrs[handle.rank]  # alike on all ranks
+    return make_mailbox(handle.rank, [base + offset for base in handle.buffer_ptrs], memory, largest)
 
 
 @torch.library.custom_op("fnllm::one_shot_all_reduce", mutates_args=())

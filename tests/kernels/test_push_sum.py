@@ -22,10 +22,10 @@ def test_takes_whole_words_of_float_dtypes():
 
 
 def test_refuses_what_it_does_not_take():
-    words = torch.zeros(2, dtype=torch.int64)
-    mailbox = push_sum.Mailbox(0, words, torch.zeros(1, dtype=torch.int32), words)
-    with pytest.raises(ValueError, match="at most 2048 bytes"):
-        push_sum.push_sum(torch.zeros(513), mailbox)
+    memory = torch.zeros(push_sum.mailbox_words(2, 100), dtype=torch.int64)
+    mailbox = push_sum.make_mailbox(0, [memory.data_ptr()] * 2, memory, 100)
+    with pytest.raises(ValueError, match="at most 16384 bytes"):  # a program's part
+        push_sum.push_sum(torch.zeros(4097), mailbox)
 
 
 @pytest.mark.parametrize("ranks", [3])
@@ -44,13 +44,12 @@ def test_ranks_that_share_memory_in_the_interpreter(ranks):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", push_sum.DTYPES)
 def test_two_ranks_on_two_streams_of_one_gpu(dtype):
-    device, ranks, largest = torch.device("cuda"), 2, 1 << 18
-    boxes = torch.zeros(ranks, push_sum.box_words(largest, ranks), dtype=torch.int64, device=device)
-    addresses = torch.tensor([box.data_ptr() for box in boxes], device=device)
-    counts = torch.zeros(ranks, push_sum.programs(largest), dtype=torch.int32, device=device)
-    mailboxes = [push_sum.Mailbox(rank, addresses, counts[rank], boxes[rank]) for rank in range(ranks)]
+    device, ranks, largest = torch.device("cuda"), 2, 1 << 20
+    boxes = torch.zeros(ranks, push_sum.mailbox_words(ranks, largest), dtype=torch.int64, device=device)
+    addresses = [box.data_ptr() for box in boxes]
+    mailboxes = [push_sum.make_mailbox(rank, addresses, boxes[rank], largest) for rank in range(ranks)]
     streams = [torch.cuda.Stream() for _ in range(ranks)]
-    for turn, numbers in enumerate((2, 4096, 65536, 1030, 8192, 2) * 5):
+    for turn, numbers in enumerate((2, 4096, 65536, 200_002, 1030, 250_000, 8192, 2) * 5):
         parts = [torch.randn(numbers, device=device).to(dtype) for _ in range(ranks)]
         torch.cuda.synchronize()
         found = []
