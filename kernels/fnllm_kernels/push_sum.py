@@ -100,7 +100,7 @@ if triton is not None:
         """The start of a rank's boxes as a pointer."""
         return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(KIND)), 16)
 
-    @triton.jit(do_not_specialize=["words"])
+    @triton.jit
     def push_words_kernel(
         x_ptr, y_ptr, addresses, counts, words, capacity,
         RANKS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr,
@@ -135,7 +135,7 @@ if triton is not None:
         tl.store(y_ptr + at, word_of(low, high, DTYPE), mask=inside)
         tl.store(counts + program, count)
 
-    @triton.jit(do_not_specialize=["words"])
+    @triton.jit
     def push_blocks_kernel(
         x_ptr, y_ptr, addresses, counts, words, capacity, programs,
         RANKS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr,
