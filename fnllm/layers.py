@@ -21,6 +21,7 @@ from fnllm_kernels.grouped_linear import grouped_linear
 from fnllm_kernels.host_linear import host_linear
 from fnllm_kernels.kv_store import store_kv
 from fnllm_kernels.norm import add_rms_norm, rms_norm
+from fnllm_kernels.qk_norm_rope_attention import qk_norm_rope_attention
 from fnllm_kernels.qk_norm_rope_store import qk_norm_rope_store
 from fnllm_kernels.silu_mul import silu_mul
 from fnllm_kernels.small_linear import small_linear
@@ -106,21 +107,28 @@ def attend(
 
 
 def attend_fused(p: dict, qkv: Float[Tensor, "T QKV"], ctx: Context) -> Float[Tensor, "T N D"]:
-    """QK-norm, rope and the store in one kernel, then attention over the paged cache."""
-    q = qk_norm_rope_store(
-        qkv,
-        p.get("q_norm"),
-        p.get("k_norm"),
-        ctx.config.rms_norm_eps,
-        ctx.batch.cos,
-        ctx.batch.sin,
-        ctx.cache.k[ctx.layer],
-        ctx.cache.v[ctx.layer],
-        ctx.batch.slots,
-        ctx.sizes.heads,
-        ctx.sizes.kv_heads,
+    """QK-norm, rope and the store, and attention over the paged cache: one kernel in a decode step, else two."""
+    batch, k_cache, v_cache = ctx.batch, ctx.cache.k[ctx.layer], ctx.cache.v[ctx.layer]
+    heads = qkv, p.get("q_norm"), p.get("k_norm"), ctx.config.rms_norm_eps, batch.cos, batch.sin
+    if ctx.backend != "triton" or batch.max_seqlen != 1:
+        q = qk_norm_rope_store(*heads, k_cache, v_cache, batch.slots, ctx.sizes.heads, ctx.sizes.kv_heads)
+        return attend_cached(q, ctx)
+    window = ctx.config.sliding_window[ctx.layer] or 0
+    plan = None if ctx.metadata is None else ctx.metadata.get(window)
+    return qk_norm_rope_attention(
+        *heads,
+        k_cache,
+        v_cache,
+        batch.slots,
+        batch.block_tables,
+        batch.cu_seqlens,
+        batch.context_lens,
+        num_heads=ctx.sizes.heads,
+        scale=ctx.config.head_dim**-0.5,
+        window=window,
+        metadata=plan if isinstance(plan, Tensor) else None,
+        max_context=ctx.max_context,
     )
-    return attend_cached(q, ctx)
 
 
 def attend_cached(q: Float[Tensor, "T N D"], ctx: Context) -> Float[Tensor, "T N D"]:

@@ -37,26 +37,33 @@ def qk_norm_rope_store(
     q is still returned.
     Raises ValueError if the shapes do not belong together.
     """
+    check_heads("qk_norm_rope_store", qkv, cos, sin, k_cache, v_cache, num_heads, num_kv_heads)
+    return _op(qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, slots, num_heads, num_kv_heads)
+
+
+def check_heads(
+    name: str, qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, num_heads: int, kv_heads: int
+) -> None:
+    """Raises ValueError, in the name of a function, unless a qkv projection fits the caches and the rotation."""
     head_dim = k_cache.shape[3]
     if head_dim % 2:
-        raise ValueError(f"qk_norm_rope_store: head_dim is {head_dim}; it must be even, for rotation pairs its halves")
-    if qkv.shape[1] != (num_heads + 2 * num_kv_heads) * head_dim or k_cache.shape[2] != num_kv_heads:
+        raise ValueError(f"{name}: head_dim is {head_dim}; it must be even, for rotation pairs its halves")
+    if qkv.shape[1] != (num_heads + 2 * kv_heads) * head_dim or k_cache.shape[2] != kv_heads:
         raise ValueError(
-            f"qk_norm_rope_store: qkv is {tuple(qkv.shape)} and the cache {tuple(k_cache.shape)}; with {num_heads} "
-            f"heads and {num_kv_heads} KV heads of {head_dim} they must be "
-            f"[T, {(num_heads + 2 * num_kv_heads) * head_dim}] and [P, S, {num_kv_heads}, {head_dim}]"
+            f"{name}: qkv is {tuple(qkv.shape)} and the cache {tuple(k_cache.shape)}; with {num_heads} "
+            f"heads and {kv_heads} KV heads of {head_dim} they must be "
+            f"[T, {(num_heads + 2 * kv_heads) * head_dim}] and [P, S, {kv_heads}, {head_dim}]"
         )
     if k_cache.shape != v_cache.shape or k_cache.dtype != qkv.dtype or v_cache.dtype != qkv.dtype:
         raise ValueError(
-            f"qk_norm_rope_store: caches are {tuple(k_cache.shape)} {k_cache.dtype} and {tuple(v_cache.shape)} "
+            f"{name}: caches are {tuple(k_cache.shape)} {k_cache.dtype} and {tuple(v_cache.shape)} "
             f"{v_cache.dtype}; both must have one shape and the dtype of qkv, {qkv.dtype}"
         )
     if cos.shape != sin.shape or cos.shape[0] != qkv.shape[0] or cos.shape[1] != head_dim // 2:
         raise ValueError(
-            f"qk_norm_rope_store: cos is {tuple(cos.shape)}, sin {tuple(sin.shape)}; both must be [T, D / 2] with D "
+            f"{name}: cos is {tuple(cos.shape)}, sin {tuple(sin.shape)}; both must be [T, D / 2] with D "
             f"{head_dim}: make them with one row a token of qkv {tuple(qkv.shape)}"
         )
-    return _op(qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, slots, num_heads, num_kv_heads)
 
 
 def qk_norm_rope_store_reference(
