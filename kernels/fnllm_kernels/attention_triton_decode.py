@@ -25,10 +25,11 @@ try:
     import triton
     import triton.language as tl
 
-    from .attention_triton_heads import norm_weights, repeated, turned_heads
+    from .attention_triton_heads import load_norm, load_pairs, load_turn, repeated, turned_heads
     from .attention_triton_pages import pages
 except ImportError:
     triton = None
+
 
 class NewHeads(NamedTuple):
     """What makes queries, keys and values of the rows of a qkv projection, as `qk_norm_rope_store` does."""
@@ -102,17 +103,13 @@ if triton is not None:
     ):  # fmt: skip
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
         head = tl.program_id(0)
         item = tl.program_id(1)
         g = tl.arange(0, BLOCK_G)[:, None]
         d = tl.arange(0, BLOCK_D)[None, :]
         in_row = (g < G) & (d < D)
         out_row = out + (head * G + g) * D + d
-        if NEW:
-            q_weights = norm_weights(q_norm, d, D)
-            k_weights = norm_weights(k_norm, d, D)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
         # Padding rows have no sequence; program `item` clears row `item`.
         if (item < tokens) & (item >= tl.load(cu + batch)):
             zeros = tl.zeros((BLOCK_G, BLOCK_D), out.dtype.element_ty)
@@ -137,39 +134,41 @@ if triton is not None:
                     low = begin + (item - first_item) * chunk
                     high = tl.minimum(low + chunk, length)
                     pieces = tl.cdiv(length - begin, chunk)
+                if NEW:
+                    newest = (high == length) & (length > 0)
+                    high = tl.minimum(high, length - 1)  # the new key is none of the loop's
+                table = tables + b * table_row
+                page = pages(table, low, high, S, BLOCK_N)
                 row = q + token * q_row
                 acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
                 top = tl.full((BLOCK_G,), -float("inf"), tl.float32)
                 total = tl.zeros((BLOCK_G,), tl.float32)
                 if NEW:
-                    c = tl.load(cos + token * (D // 2) + d % (D // 2), mask=d < D, other=0.0).to(tl.float32)
-                    s = tl.load(sin + token * (D // 2) + d % (D // 2), mask=d < D, other=0.0).to(tl.float32)
-                    s = tl.where(d < D // 2, -s, s)
-                    slot = tl.load(slots + token).to(tl.int64)
-                    newest = (high == length) & (length > 0)
-                    in_key = (d < D) & newest
+                    # All loads come before the first use of one, so that they are under way together.
                     few = tl.arange(0, GROUP)[:, None]
-                    heads = turned_heads(
-                        row + (head * G + few) * D, q_norm, q_weights, eps, c, s, d, (few < G) & (d < D), D
-                    )
+                    in_key = (d < D) & newest
                     one = row + head * D + tl.zeros((1, 1), tl.int32)
-                    new_key = turned_heads(one + K * G * D, k_norm, k_weights, eps, c, s, d, in_key, D)
+                    raw_heads = load_pairs(row + (head * G + few) * D, d, (few < G) & (d < D), D)
+                    raw_key = load_pairs(one + K * G * D, d, in_key, D)
                     new_value = tl.load(one + (K * G + K) * D + d, mask=in_key, other=0.0, cache_modifier=".cg")
+                    q_weights = load_norm(q_norm, d, D)
+                    k_weights = load_norm(k_norm, d, D)
+                    turn = load_turn(cos + token * (D // 2), sin + token * (D // 2), d, D)
+                    slot = tl.load(slots + token).to(tl.int64)
+                    heads = turned_heads(raw_heads, q_norm, q_weights, eps, turn, D)
+                    new_key = turned_heads(raw_key, k_norm, k_weights, eps, turn, D)
                     # 64-bit offsets: a pool can hold more than 2^31 elements.
                     at = (slot // S) * cache_block + (slot % S) * cache_row + head * D + d
                     tl.store(k_cache + at, new_key, mask=in_key & (slot >= 0))
                     tl.store(v_cache + at, new_value, mask=in_key & (slot >= 0))
-                    # The new key is the first that the running softmax sees; the loop ends before it.
+                    # The new key is the first that the running softmax sees.
                     score = tl.sum(heads.to(tl.float32) * new_key.to(tl.float32), 1)[:, None] * scale_log2
                     top = tl.where(newest, tl.reshape(repeated(score, GROUP, 1, BLOCK_G), (BLOCK_G,)), top)
                     total = tl.where(newest, 1.0, total)
                     acc += new_value.to(tl.float32)
-                    high = tl.minimum(high, length - 1)
                     query = repeated(heads, GROUP, BLOCK_D, BLOCK_G)
                 else:
                     query = tl.load(row + (head * G + g) * D + d, mask=in_row, other=0.0)
-                table = tables + b * table_row
-                page = pages(table, low, high, S, BLOCK_N)
                 for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
                     key = start + tl.arange(0, BLOCK_N)
                     # 64-bit offsets: a pool can hold more than 2^31 elements.

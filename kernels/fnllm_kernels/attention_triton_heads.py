@@ -8,7 +8,7 @@ import triton.language as tl
 
 
 @triton.jit
-def norm_weights(norm, d, D: tl.constexpr):
+def load_norm(norm, d, D: tl.constexpr):
     """A head's norm weights and those of each element's partner in the rotation; without a norm nothing of use."""
     if norm is None:
         pair = (d, d)
@@ -19,20 +19,33 @@ def norm_weights(norm, d, D: tl.constexpr):
 
 
 @triton.jit
-def turned_heads(head, norm, weights, eps, cos, sin, d, inside, D: tl.constexpr):
-    """Heads [R, D] after RMSNorm (if there is a norm) and rotation, rounded as `qk_norm_rope_store` rounds them.
+def load_pairs(head, d, inside, D: tl.constexpr):
+    """Heads [R, D] and each element's partner in the rotation, D / 2 away, which is read again: no thread asks another.
 
-    Element d turns with element d + D / 2: each is read twice, and no thread asks another. `sin` has the sign of its
-    half. Read past L1: the kernel before wrote them a moment ago.
+    Read past L1: the kernel before wrote them a moment ago.
     """
-    dtype: tl.constexpr = head.dtype.element_ty
-    x = tl.load(head + d, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-    partner = tl.load(head + (d + D // 2) % D, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    x = tl.load(head + d, mask=inside, other=0.0, cache_modifier=".cg")
+    return x, tl.load(head + (d + D // 2) % D, mask=inside, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def load_turn(cos, sin, d, D: tl.constexpr):
+    """A token's rotation for each element of a head: what multiplies it, and what multiplies its partner."""
+    c = tl.load(cos + d % (D // 2), mask=d < D, other=0.0).to(tl.float32)
+    s = tl.load(sin + d % (D // 2), mask=d < D, other=0.0).to(tl.float32)
+    return c, tl.where(d < D // 2, -s, s)
+
+
+@triton.jit
+def turned_heads(pairs, norm, weights, eps, turn, D: tl.constexpr):
+    """Heads [R, D] after RMSNorm (if there is a norm) and rotation, rounded as `qk_norm_rope_store` rounds them."""
+    dtype: tl.constexpr = pairs[0].dtype
+    x, partner = pairs[0].to(tl.float32), pairs[1].to(tl.float32)
     if norm is not None:
         rms = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
         x = ((x * rms).to(dtype).to(tl.float32) * weights[0]).to(dtype).to(tl.float32)
         partner = ((partner * rms).to(dtype).to(tl.float32) * weights[1]).to(dtype).to(tl.float32)
-    return (x * cos + partner * sin).to(dtype)
+    return (x * turn[0] + partner * turn[1]).to(dtype)
 
 
 @triton.jit

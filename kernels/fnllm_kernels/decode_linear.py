@@ -6,6 +6,8 @@ program's warps split the length H among them and use the tensor cores.
 
 from typing import NamedTuple
 
+import torch
+
 from fnllm_kernels.decode_tiles import triton
 from fnllm_kernels.dependent_launch import launch_options
 
@@ -254,8 +256,10 @@ if triton is not None:
 
 
 def launch_linear(x, w, *, bias=None, residual=None, norm=None, eps=0.0, gated=False, tiles=None, pdl=None):
-    """Runs the kernel that fits; tiles: a Tiles or DotTiles to use instead of the default choice; pdl: launch dependently
-    (None: where the device can)."""
+    """Runs the kernel that fits; tiles: a Tiles or DotTiles to use instead of the default choice.
+
+    pdl: launch dependently (None: where the device can).
+    """
     rows, width = x.shape
     outputs = w.shape[0] // 2 if gated else w.shape[0]
     x, y = x.contiguous(), x.new_empty(rows, outputs)

@@ -1,7 +1,9 @@
 """Programmatic dependent launch: a kernel is put on the machine while the one before it still runs.
 
-Such a kernel waits (`gdc_wait`) until the one before it is complete and its writes are seen. Before that it may read
-only what no kernel of a step writes: a kernel further back may be running still.
+Such a kernel waits (`gdc_wait`) until the one before it is complete and its writes are seen, which is so of all before
+them if each waits. Until then it may read only what no kernel of a step writes: a kernel further back may be running
+still. It lets the next start at once (`gdc_launch_dependents`), which puts that one's programs where this one's leave
+room.
 """
 
 import torch

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from .dependent_launch import launch_options
 from .kv_store import store_kv_reference
 from .norm import rms_norm_reference
 
@@ -110,7 +111,7 @@ def _fake(qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, slots, num_heads
     return qkv.new_empty(qkv.shape[0], num_heads, k_cache.shape[3])
 
 
-def _launch(qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, slots, num_heads, num_kv_heads):
+def _launch(qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, slots, num_heads, num_kv_heads, *, pdl=None):
     tokens, head_dim = qkv.shape[0], k_cache.shape[3]
     if k_cache.stride()[2:] != (head_dim, 1) or k_cache.stride() != v_cache.stride():
         raise ValueError(
@@ -129,7 +130,7 @@ def _launch(qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, slots, num_hea
             qkv, q_norm, k_norm, cos, sin, q, k_cache, v_cache, slots, eps,
             qkv.stride(0), k_cache.shape[1], k_cache.stride(0), k_cache.stride(1),
             N=num_heads, K=num_kv_heads, HALF_D=head_dim // 2, BLOCK_H=heads, BLOCK_HALF=half,
-            num_warps=max(1, min(8, heads * half // 128)),
+            num_warps=max(1, min(8, heads * half // 128)), **launch_options(qkv.device, pdl),
         )  # fmt: skip
     return q
 
@@ -141,15 +142,19 @@ if triton is not None:
         qkv, q_norm, k_norm, cos, sin, q, k_cache, v_cache, slots, eps,
         qkv_row, block_size, cache_block, cache_row,
         N: tl.constexpr, K: tl.constexpr, HALF_D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
+        PDL: tl.constexpr,
     ):  # fmt: skip
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
         token = tl.program_id(0).to(tl.int64)
         head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
         pair = tl.arange(0, BLOCK_HALF)[None, :]
         wanted = pair < HALF_D
         inside = wanted & (head < N + 2 * K)
         row = qkv + token * qkv_row + head * (2 * HALF_D) + pair
-        low_in = tl.load(row, mask=inside, other=0.0)
-        high_in = tl.load(row + HALF_D, mask=inside, other=0.0)
+        low_in = tl.load(row, mask=inside, other=0.0, cache_modifier=".cg")
+        high_in = tl.load(row + HALF_D, mask=inside, other=0.0, cache_modifier=".cg")
         slot = tl.load(slots + token).to(tl.int64)
         c = tl.load(cos + token * HALF_D + pair, mask=wanted, other=0.0).to(tl.float32)
         s = tl.load(sin + token * HALF_D + pair, mask=wanted, other=0.0).to(tl.float32)
