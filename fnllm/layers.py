@@ -68,24 +68,37 @@ def linear(p: Float[Tensor, "O I"], x: Float[Tensor, "T I"], ctx: Context) -> Fl
     return F.linear(x, p) if x.is_cuda or ctx.cache is None else host_linear(x, p)
 
 
-def attention(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "T H"]:
-    """Self-attention over this rank's heads: QKV, optional QK-norm, rope, attend, output projection, all-reduce."""
-    heads, kv_heads, dim = ctx.sizes.heads, ctx.sizes.kv_heads, ctx.config.head_dim
+def attention(
+    p: dict, x: Float[Tensor, "T H"], ctx: Context, heads_of: Callable[..., tuple[Tensor, ...]] | None = None
+) -> Float[Tensor, "T H"]:
+    """Self-attention over this rank's heads: QKV, optional QK-norm, rope, attend, output projection, all-reduce.
+
+    `heads_of` makes q, k and v where they are seen one by one; `turned_heads` if it is None.
+    """
     qkv = ctx.layers.linear(p["qkv"], x, ctx)
     if "qkv_bias" in p:
         qkv = qkv + p["qkv_bias"]
     if on_device(x, ctx) and is_plain(ctx):
         out = attend_fused(p, qkv, ctx)
     else:
-        qk, v = qkv.unflatten(-1, (-1, dim)).split([heads + kv_heads, kv_heads], 1)
-        if "q_norm" in p:
-            q, k = qk.split([heads, kv_heads], 1)
-            qk = torch.cat((ctx.layers.norm(p["q_norm"], q, ctx), ctx.layers.norm(p["k_norm"], k, ctx)), 1)
-        q, k = apply_rope(qk, ctx.batch.cos, ctx.batch.sin).split([heads, kv_heads], 1)
+        q, k, v = (heads_of or turned_heads)(p, qkv, ctx)
         q, k, v = ctx.tap("q", q), ctx.tap("k", k), ctx.tap("v", v)
         out = ctx.layers.attend(q, k, v, ctx)
     y = ctx.tp.all_reduce(ctx.layers.linear(p["o"], out.flatten(1), ctx))
     return y + p["o_bias"] if "o_bias" in p else y
+
+
+def turned_heads(
+    p: dict, qkv: Float[Tensor, "T QKV"], ctx: Context
+) -> tuple[Float[Tensor, "T N D"], Float[Tensor, "T K D"], Float[Tensor, "T K D"]]:
+    """q, k and v of a projection: QK-norm where the model has it, and rope."""
+    heads, kv_heads = ctx.sizes.heads, ctx.sizes.kv_heads
+    qk, v = qkv.unflatten(-1, (-1, ctx.config.head_dim)).split([heads + kv_heads, kv_heads], 1)
+    if "q_norm" in p:
+        q, k = qk.split([heads, kv_heads], 1)
+        qk = torch.cat((ctx.layers.norm(p["q_norm"], q, ctx), ctx.layers.norm(p["k_norm"], k, ctx)), 1)
+    q, k = apply_rope(qk, ctx.batch.cos, ctx.batch.sin).split([heads, kv_heads], 1)
+    return q, k, v
 
 
 def is_plain(ctx: Context) -> bool:

@@ -123,8 +123,8 @@ def _launch(qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, slots, num_hea
     q = qkv.new_empty(tokens, num_heads, head_dim)
     half = triton.next_power_of_2(head_dim // 2)
     total = num_heads + 2 * num_kv_heads
-    # About 2048 elements a program keep 16-byte accesses; few tokens take fewer, to spread over the machine.
-    heads = max(1, min(triton.next_power_of_2(total), (512 if tokens < 64 else 2048) // (2 * half)))
+    # About 2048 elements a program keep 16-byte accesses. Not fewer for few tokens: a token's bits are its own.
+    heads = max(1, min(triton.next_power_of_2(total), 2048 // (2 * half)))
     if tokens:
         _kernel[(tokens, triton.cdiv(total, heads))](
             qkv, q_norm, k_norm, cos, sin, q, k_cache, v_cache, slots, eps,
