@@ -26,6 +26,7 @@ from fnllm.rope import make_rope
 from fnllm.scoring import context, packed_batch
 from fnllm.tensor_parallel import ProcessGroup
 
+ROOT = Path(__file__).parents[1]
 GREEDY = 16  # tokens compared for each prompt
 LARGEST_SUM = 1 << 24  # bytes
 TINY = dict(
@@ -36,7 +37,7 @@ TINY = dict(
 def emit(s: SimpleNamespace, **row: Any) -> None:
     """Add a result, on rank 0."""
     if launched().rank == 0:
-        line = json.dumps(dict(ranks=s.ranks, all_reduce=os.environ.get("FNLLM_ALL_REDUCE", "group"), **row))
+        line = json.dumps(dict(ranks=s.ranks, all_reduce=os.environ.get("FNLLM_ALL_REDUCE", "usual"), **row))
         print(line, flush=True)
         with open(s.rows, "a") as file:
             file.write(line + "\n")
@@ -88,6 +89,38 @@ def equal(s: SimpleNamespace) -> None:
         kept[folder.name, "alone"] = (list(alone.token_ids), [entry.logprob for entry in alone.logprobs])
     if launched().rank == 0:
         torch.save(kept, Path(s.folder) / f"logits{s.ranks}.pt")
+
+
+def opened(s: SimpleNamespace) -> None:
+    """Captures, edits, swapped layers, forks and replays in captured steps; and that the batch-invariant numerics
+    score the bits that they generate. What one rank found is left in a file, which more ranks compare with."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    sys.path.append(str(ROOT / "tests" / "distributed"))
+    import checks_open
+
+    for name in ("qwen3-odd", "qwen2-window"):
+        params = fnllm.load(Path(s.oracle) / name, dtype="float32", device=s.device)
+        mode, file = dict(compile=s.compile), Path(s.folder) / f"opened-{name}.pt"
+        found = [checks_open.captured(params, **mode), checks_open.states(params, **mode)]
+        if launched().size == 1:
+            torch.save(found, file)
+        else:
+            checks_open.expect(found, torch.load(file, params.tree["norm"].device, weights_only=False), name)
+        emit(s, part="open", checkpoint=name, compile=s.compile, ok=True)
+    for dtype in ("float32", "bfloat16"):
+        params = fnllm.load(Path(s.oracle) / "qwen3-odd", dtype=dtype, device=s.device)
+        mode = dict(numerics="batch_invariant", compile="none" if s.cpu else "graphs", num_blocks=64, block_size=16)
+        sampling = replace(checks_open.GREEDY, logprobs=0)
+        outs = fnllm.generate(params, checks_open.PROMPTS, sampling, **mode)
+        scored = fnllm.score(
+            params, [[*p, *out.token_ids] for p, out in zip(checks_open.PROMPTS, outs, strict=True)],
+            numerics="batch_invariant",
+        )  # fmt: skip
+        equal = [
+            one[len(p) - 1 :].tolist() == [entry.logprob for entry in out.logprobs]
+            for p, out, one in zip(checks_open.PROMPTS, outs, scored, strict=True)
+        ]
+        emit(s, part="open", numerics="batch_invariant", dtype=dtype, ok=all(equal))
 
 
 def logits_of(params: fnllm.Params, ids: list[int]) -> torch.Tensor:
@@ -297,4 +330,4 @@ if __name__ == "__main__":
     part, settings = sys.argv[1], SimpleNamespace(**json.loads(sys.argv[2]))
     if settings.cpu:
         torch.set_num_threads(1)
-    dict(equal=equal, serve=serve, reduce=reduce, save=save, load=load, fault=fault)[part](settings)
+    dict(equal=equal, open=opened, serve=serve, reduce=reduce, save=save, load=load, fault=fault)[part](settings)

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from fnllm_kernels.decode_linear import dependent_launch
+from fnllm_kernels.dependent_launch import dependent_launch
 from fnllm_kernels.decode_tiles import triton
 
 FEW = 256 * 1024  # bytes up to which words with a count are the faster
