@@ -9,10 +9,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from .attention_triton_decode import NewHeads, decode_attention
-from .attention_triton_plan import decode_plan, decode_tiling, plan_size
+from .attention_triton_plan import MANY_PAIRS, decode_plan, decode_tiling, plan_size
 from .attention_triton_prefill import prefill_attention, prefill_tiling
 
-_DIRECT_PROGRAMS = 1024  # from so many (sequence, KV head) pairs on, short contexts fill the machine without a plan
 _DIRECT_CONTEXT = 4096  # the longest context for which one program per pair ends with the others
 _INVARIANT_ROWS = 64  # rows of the batch-invariant form's tile: for prefill at some rate, for decode at some waste
 
@@ -98,7 +97,7 @@ def _ready(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor) ->
 
 def runs_direct(batch: int, num_kv_heads: int, max_context: int) -> bool:
     """Whether decode gives each (sequence, KV head) one program, with no plan and no pieces to combine."""
-    return batch * num_kv_heads >= _DIRECT_PROGRAMS and max_context <= _DIRECT_CONTEXT
+    return batch * num_kv_heads >= MANY_PAIRS and max_context <= _DIRECT_CONTEXT
 
 
 def triton_metadata(

@@ -4,6 +4,7 @@ Axes: T packed tokens, I input width, O output width. A row's result is a functi
 number of its neighbours chooses neither the tile shape that decides the order of sums over I, nor the cuts of I.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -57,9 +58,13 @@ class LinearTiling(NamedTuple):
     stages: int
 
 
-_FEW = 64  # rows of a narrow tile
-_NARROW = LinearTiling(64, 64, 64, 4, 4)
-_WIDE = LinearTiling(128, 128, 64, 8, 3)
+# By the most rows: the best of a sweep on an H200, in which all gave equal bits (benchmarks/results/invariant_tiles.json).
+_TILES = (
+    (16, LinearTiling(16, 64, 128, 4, 4)),
+    (64, LinearTiling(64, 128, 64, 4, 4)),
+    (math.inf, LinearTiling(128, 128, 64, 8, 4)),
+)
+_OUTPUTS = 64  # outputs by which the cuts are counted
 _PROGRAMS = 264  # about two per multiprocessor of a large GPU
 _STEP = 128  # inputs of which a cut has whole multiples, so that tiles may be as long
 
@@ -71,9 +76,21 @@ def cuts(outputs: int, inputs: int) -> tuple[int, int]:
     ((16, 256), (1, 1024))
     """
     steps = -(-inputs // _STEP)
-    wanted = max(1, _PROGRAMS // -(-outputs // _NARROW.outputs))
+    wanted = max(1, _PROGRAMS // -(-outputs // _OUTPUTS))
     per_cut = max(2, -(-steps // wanted))
     return -(-steps // per_cut), per_cut * _STEP
+
+
+def side_by_side(tiles: int, count: int, tokens: int, inputs: int, outputs: int) -> bool:
+    """Whether to sum the cuts in programs of their own and add them in another kernel; the bits are the same.
+
+    Few rows wait for the weight's bytes alone. For more, the estimate is of 0.5 us for 64 inputs of a tile on a
+    multiprocessor, and of the sums' bytes at 3 TB/s.
+    """
+    if tokens <= 64:
+        return True
+    waves, finer = -(-2 * tiles // _PROGRAMS), -(-2 * tiles * count // _PROGRAMS)
+    return finer * inputs / count / 128 + 2 + 8 * count * tokens * outputs / 3e6 < waves * inputs / 128
 
 
 def _linear_triton(x: Tensor, weight: Tensor, pdl: bool | None = None) -> Tensor:
@@ -84,12 +101,11 @@ def _linear_triton(x: Tensor, weight: Tensor, pdl: bool | None = None) -> Tensor
     if not tokens:
         return out
     count, length = cuts(outputs, inputs)
-    tile = _NARROW if tokens <= _FEW else _WIDE
+    tile = next(tile for most, tile in _TILES if tokens <= most)
     if x.dtype == torch.float32:  # twice the bytes per element in shared memory
         tile = tile._replace(inputs=32, stages=2)
     grid = triton.cdiv(tokens, tile.rows), triton.cdiv(outputs, tile.outputs)
-    # Side by side where the tiles alone would leave the machine idle; the sums are the same.
-    apart = count > 1 and grid[0] * grid[1] < _PROGRAMS
+    apart = count > 1 and side_by_side(grid[0] * grid[1], count, tokens, inputs, outputs)
     target = torch.empty(count, tokens, outputs, dtype=torch.float32, device=x.device) if apart else out
     options = launch_options(x.device, pdl)
     _linear_kernel[(*grid, count if apart else 1)](

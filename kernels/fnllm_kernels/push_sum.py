@@ -21,9 +21,9 @@ from torch import Tensor
 from fnllm_kernels.decode_tiles import triton
 from fnllm_kernels.dependent_launch import dependent_launch
 
-FEW = 256 * 1024  # bytes up to which words with a count are the faster
+FEW = 512 * 1024  # bytes up to which words with a count are the faster
 WORDS, WARPS = 256, 4  # of a program for few bytes: a thread stores two words, 16 bytes, at a time
-BLOCK, BLOCK_WARPS = 4096, 8  # 32-bit words of a program for many bytes
+BLOCK, BLOCK_WARPS = 2048, 8  # 32-bit words of a program for many bytes
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

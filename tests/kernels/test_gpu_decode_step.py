@@ -48,7 +48,7 @@ def plan_of(arguments):
 @pytest.mark.parametrize("direct", [True, False])
 def test_qk_norm_rope_attention(name, norm, dtype, direct, monkeypatch):
     if direct:
-        monkeypatch.setattr("fnllm_kernels.attention_triton._DIRECT_PROGRAMS", 1)
+        monkeypatch.setattr("fnllm_kernels.attention_triton.MANY_PAIRS", 1)
     options = {"norm": norm, "dtype": dtype, "device": "cuda", "seed": 6, "poison": float("nan")}
     arguments = cases.decode_step_case(cases.DECODE_NEW[name], **options)
     want, want_k, want_v = cases.exact_decode_step(arguments)

@@ -89,7 +89,7 @@ else:
             assert plan[4 + items + 3 :].tolist() == [0] * (3 * case.kv_heads)
 
     def test_decode_without_a_plan(monkeypatch):
-        monkeypatch.setattr(attention_triton, "_DIRECT_PROGRAMS", 1)
+        monkeypatch.setattr(attention_triton, "MANY_PAIRS", 1)
         inputs, static = inputs_of(ALL["decode-padded"]), cases.static_arguments(ALL["decode-padded"])
         out = attention_triton.paged_attention_triton(**inputs, **static)
         assert cases.relative_error(out, cases.exact_attention(inputs, **static)) < 2e-6
@@ -117,7 +117,7 @@ else:
 
     @pytest.mark.parametrize("name", ["decode-padded", "decode-window", "decode-group-of-16"])
     def test_decode_from_the_projection_without_a_plan(name, monkeypatch):
-        monkeypatch.setattr(attention_triton, "_DIRECT_PROGRAMS", 1)
+        monkeypatch.setattr(attention_triton, "MANY_PAIRS", 1)
         decode_step(name)
 
     def test_decode_from_the_projection_without_a_slot_touches_nothing():
