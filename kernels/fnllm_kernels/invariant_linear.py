@@ -58,7 +58,7 @@ class LinearTiling(NamedTuple):
     stages: int
 
 
-# By the most rows: the best of a sweep on an H200, in which all gave equal bits (benchmarks/results/invariant_tiles.json).
+# By the most rows: the best of a sweep, in which all gave equal bits (benchmarks/results/invariant_tiles.json).
 _TILES = (
     (16, LinearTiling(16, 64, 128, 4, 4)),
     (64, LinearTiling(64, 128, 64, 4, 4)),
