@@ -44,13 +44,22 @@ def best_largest(ranks: int) -> int:
 
 @functools.cache
 def mailbox(group_name: str, ranks: int, largest: int, device: torch.device) -> Mailbox:
-    """This rank's boxes and where the others' are; made by all ranks at the same call, outside a capture."""
+    """This rank's boxes and where the others' are; made by all ranks at the same call, outside a capture.
+
+    Raises RuntimeError where the ranks cannot reach each other's memory.
+    """
     import torch.distributed._symmetric_memory as symmetric_memory
 
     memory = symmetric_memory.empty(mailbox_words(ranks, largest), dtype=torch.int64, device=device)
     memory.zero_()
     torch.cuda.synchronize(device)
-    handle = symmetric_memory.rendezvous(memory, group_name)
+    try:
+        handle = symmetric_memory.rendezvous(memory, group_name)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {torch.distributed.get_rank()} cannot reach the other ranks' memory for sums through it ({error}); "
+            "set FNLLM_ALL_REDUCE=group to use NCCL"
+        ) from error
     handle.barrier()  # nobody writes to a box that is still being cleared
     torch.cuda.synchronize(device)
     offset = memory.data_ptr() - handle.buffer_ptrs[handle.rank]  # alike on all ranks
