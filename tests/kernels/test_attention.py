@@ -141,4 +141,4 @@ def test_flash_and_plan_ops_trace_with_fake_sizes():
         windowed = torch.ops.fnllm.fa3_metadata(lengths, 16, 8, 128, 64, 10, torch.bfloat16, 100)
         assert windowed.shape == (1 + 8 * 3,)
         plan = torch.ops.fnllm.decode_plan(lengths, torch.empty(6, dtype=torch.int32), 4, 16, torch.float32, 0)
-        assert plan.shape == (4 + (5 + 4) + 5 + 5 * 4,)
+        assert plan.shape == (4 + (5 + 8) + 5 + 5 * 4,)
