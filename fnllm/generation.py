@@ -95,7 +95,7 @@ def serve(
 ) -> Generator[Chunk, None, None]:
     """The loop behind `generate` and `stream`, with every argument checked before it is returned."""
     check_params_given(params)
-    layers = check_layers(layers)
+    layers = check_layers(layers, params.config)
     Sampling(seed=seed)  # the limits are those of a request's own seed
     seed = agree(
         params,

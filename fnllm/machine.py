@@ -296,9 +296,12 @@ class Machine:
         if spec not in self.runners:
             rows = self.resident.rows._replace(edits=self.choices_of(variant.edits))
             functions = variant._replace(capture=())
-            if functions not in self.tried and functions != Variant():
-                try_step(tree, self.resident._replace(rows=rows), spec, traced=self.settings.traced)
-                self.tried.add(functions)
+            # A sampler of one's own must give what each kind of request asks of it.
+            asked = (variant, None if variant.layers.sample is Layers().sample else features.logprobs)
+            if asked not in self.tried and functions != Variant():
+                traced = self.settings.traced and functions not in self.tried
+                try_step(tree, self.resident._replace(rows=rows), spec, traced=traced)
+                self.tried |= {asked, functions}
             self.runners[spec] = StepRunner(spec, self.resident._replace(rows=rows), self.settings, self.report)
         self.last_runner = (variant, features, self.runners[spec])
         return self.runners[spec]
