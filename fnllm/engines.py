@@ -30,7 +30,7 @@ from fnllm.readback import Readback, read_back
 from fnllm.sampler import child_seed, features_of
 from fnllm.sampling import Sampling, check_sampling
 from fnllm.scheduler import Events, Finished, Plan, Request, SchedulerConfig
-from fnllm.state import State
+from fnllm.state import State, check_state
 from fnllm.tensor_parallel import TensorParallel
 from fnllm_weights import Params
 
@@ -197,6 +197,7 @@ class Engine:
 
         Threads may launch at the same time: each step has the machine to itself.
         """
+        check_state(state)
         with self.machine.lock, set_aside(self.machine.device):
             return self.launch_alone(state)
 
@@ -292,7 +293,7 @@ def engine(
     """
     check_params_given(params)
     edits, capture = tuple(edits), expand(params.config, as_capture(capture))
-    variant = Variant(check_layers(layers), channels_of([edits]), union_of_sites([capture]))
+    variant = Variant(check_layers(layers, params.config), channels_of([edits]), union_of_sites([capture]))
     machine = machine_for(params, variant, tp, report, EngineOptions(**options))
     return Engine(params, machine, variant, edits, capture)
 
