@@ -165,7 +165,7 @@ class Engine:
             min_tokens=sampling.min_tokens,
             stop_token_ids=stops,
             cache_key=scheduler.make_cache_key(
-                params=self.machine.version_of(self.params) if version is None else version,
+                params=self.machine.version_of(self.params, self.variant) if version is None else version,
                 layers=self.variant.layers,
                 edits=edit_key(edits),
                 tag=cache_tag,
@@ -301,12 +301,14 @@ def engine(
 def weights_changed(params: Params) -> None:
     """Say that weights were written in a way that PyTorch does not count; no prefix cached so far is found again.
 
+    Those that swapped functions and edits hold are among them.
+
     Such ways are `weight.data`, a tensor made or written under `torch.inference_mode`, and code that writes to a
     weight's memory by itself. Any other write is noticed.
     """
     for machine in (params.workspace or {}).values():
         if machine is not None:
-            machine.seen_leaves = []
+            machine.seen = {}
 
 
 def machine_for(

@@ -119,7 +119,7 @@ def serve(
     worker = Engine(params, machine_for(params, variant, None, None, EngineOptions(**options)), variant)
     machine = worker.machine
     state = replace(machine.idle, variant=variant) if machine.idle else worker.init()
-    version = machine.version_of(params)
+    version = machine.version_of(params, variant)
     tracks: dict[int, Track] = {}
     refused: list[Chunk] = []
     for index, (ids, setting) in enumerate(zip(found.ids, settings, strict=True)):
