@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch._C._functorch import maybe_current_level
 from torch.utils.checkpoint import checkpoint as recompute
 
 from fnllm.batch import Batch
@@ -124,6 +125,8 @@ def passes(
 ) -> Iterator[Pass]:
     """Packed forward passes over the sequences, in order."""
     check_numerics(numerics)
+    if checkpoint and in_torch_func():
+        raise ValueError("checkpoint=True cannot run inside torch.func; leave it out, or use backward()")
     device = params.tree["norm"].device
     rope = make_rope(params.config, device)
     layers = layers_for(watched_layers(check_layers(layers, params.config)), numerics)
@@ -257,10 +260,15 @@ def by_head(
     index = torch.arange(hidden.shape[0], device=hidden.device)
     parts = zip(hidden.split(HEAD_ROWS), index.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True)
     for part in parts:
-        if torch.is_grad_enabled() and hidden.shape[0] > HEAD_ROWS:
+        if torch.is_grad_enabled() and hidden.shape[0] > HEAD_ROWS and not in_torch_func():
             yield recompute(run, *part, use_reentrant=False)
         else:
             yield run(*part)
+
+
+def in_torch_func() -> bool:
+    """Whether a transform of torch.func is at work, in which nothing can be recomputed."""
+    return maybe_current_level() is not None
 
 
 def with_captured(
