@@ -79,6 +79,9 @@ def test_examples_equal_dense_arithmetic(tiny, name, options):
     assert [out.token_ids for out in outs] == expected
     plain = fnllm.generate(tiny, PROMPTS, GREEDY, **{**SMALL, **options})
     assert plain[0].token_ids != outs[0].token_ids
+    for mine, prompt in zip(fnllm.score(tiny, PROMPTS, layers=layers), PROMPTS, strict=True):
+        alone = fnllm.score(tiny, [prompt], layers=reference or layers)[0]
+        torch.testing.assert_close(mine, alone, rtol=1e-4, atol=1e-4)
 
 
 def test_mlp_examples_equal_their_formulas(tiny):
