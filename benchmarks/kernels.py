@@ -20,7 +20,8 @@ from torch import Tensor
 
 from fnllm_kernels.attention import attention_metadata, paged_attention
 from fnllm_kernels.attention_triton import triton_metadata
-from fnllm_kernels.attention_triton_decode import DecodeTiling, decode_attention, decode_plan
+from fnllm_kernels.attention_triton_decode import decode_attention
+from fnllm_kernels.attention_triton_plan import DecodeTiling, decode_plan
 from fnllm_kernels.norm import add_rms_norm, rms_norm
 from fnllm_kernels.qk_norm_rope_store import qk_norm_rope_store
 from fnllm_kernels.silu_mul import silu_mul

@@ -4,7 +4,8 @@ Parts, each in processes of its own under torchrun with a time limit, their resu
 - equal: greedy tokens of the test checkpoints in float32 through the captured step, against their goldens, on one rank
   and on all; how far logits move between one rank and all, in float32 and bfloat16, and how long one greedy sequence in
   bfloat16 stays the same. --smollm2 FOLDER adds a real model.
-- reduce: one all-reduce in a graph, NCCL against one kernel over peer memory.
+- open: captures, edits, swapped layers, forks and replays on all ranks against one; batch-invariant bits on each.
+- reduce: one all-reduce in a graph, by NCCL and by one kernel over peer memory, the project's and PyTorch's.
 - serve: the workloads on a large shape, on one rank and on all, with either all-reduce; the efficiency; the share of
   all-reduces in a decode step.
 - load: seconds and bytes of each rank for one checkpoint on the disk.
@@ -26,7 +27,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-PARTS = ("equal", "reduce", "load", "fault", "serve")
+PARTS = ("equal", "open", "reduce", "load", "fault", "serve")
 # Multicast puts a host's switch at risk when a process is killed, and some hosts forbid it.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 FAULT_TIMEOUT_S = 15
@@ -112,6 +113,9 @@ def run(args: argparse.Namespace, folder: Path) -> Iterator[dict]:
             yield ended("equal", ranks)
         if all((folder / f"logits{n}.pt").exists() for n in counts):
             yield from compare_logits(folder, args.ranks)
+    if "open" in parts:
+        for ranks in counts:
+            yield ended("open", ranks)
     if "reduce" in parts:
         yield ended("reduce", args.ranks)
     if "load" in parts:

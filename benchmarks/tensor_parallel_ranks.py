@@ -7,6 +7,7 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,9 @@ from fnllm.rope import make_rope
 from fnllm.scoring import context, packed_batch
 from fnllm.tensor_parallel import ProcessGroup
 
+ROOT = Path(__file__).parents[1]
 GREEDY = 16  # tokens compared for each prompt
+LARGEST_SUM = 1 << 24  # bytes
 TINY = dict(
     hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=96
 )
@@ -34,7 +37,7 @@ TINY = dict(
 def emit(s: SimpleNamespace, **row: Any) -> None:
     """Add a result, on rank 0."""
     if launched().rank == 0:
-        line = json.dumps(dict(ranks=s.ranks, all_reduce=os.environ.get("FNLLM_ALL_REDUCE", "group"), **row))
+        line = json.dumps(dict(ranks=s.ranks, all_reduce=os.environ.get("FNLLM_ALL_REDUCE", "usual"), **row))
         print(line, flush=True)
         with open(s.rows, "a") as file:
             file.write(line + "\n")
@@ -88,6 +91,38 @@ def equal(s: SimpleNamespace) -> None:
         torch.save(kept, Path(s.folder) / f"logits{s.ranks}.pt")
 
 
+def opened(s: SimpleNamespace) -> None:
+    """Captures, edits, swapped layers, forks and replays in captured steps; and that the batch-invariant numerics
+    score the bits that they generate. What one rank found is left in a file, which more ranks compare with."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    sys.path.append(str(ROOT / "tests" / "distributed"))
+    import checks_open
+
+    for name in ("qwen3-odd", "qwen2-window"):
+        params = fnllm.load(Path(s.oracle) / name, dtype="float32", device=s.device)
+        mode, file = dict(compile=s.compile), Path(s.folder) / f"opened-{name}.pt"
+        found = [checks_open.captured(params, **mode), checks_open.states(params, **mode)]
+        if launched().size == 1:
+            torch.save(found, file)
+        else:
+            checks_open.expect(found, torch.load(file, params.tree["norm"].device, weights_only=False), name)
+        emit(s, part="open", checkpoint=name, compile=s.compile, ok=True)
+    for dtype in ("float32", "bfloat16"):
+        params = fnllm.load(Path(s.oracle) / "qwen3-odd", dtype=dtype, device=s.device)
+        mode = dict(numerics="batch_invariant", compile="none" if s.cpu else "graphs", num_blocks=64, block_size=16)
+        sampling = replace(checks_open.GREEDY, logprobs=0)
+        outs = fnllm.generate(params, checks_open.PROMPTS, sampling, **mode)
+        scored = fnllm.score(
+            params, [[*p, *out.token_ids] for p, out in zip(checks_open.PROMPTS, outs, strict=True)],
+            numerics="batch_invariant",
+        )  # fmt: skip
+        equal = [
+            one[len(p) - 1 :].tolist() == [entry.logprob for entry in out.logprobs]
+            for p, out, one in zip(checks_open.PROMPTS, outs, scored, strict=True)
+        ]
+        emit(s, part="open", numerics="batch_invariant", dtype=dtype, ok=all(equal))
+
+
 def logits_of(params: fnllm.Params, ids: list[int]) -> torch.Tensor:
     device, tp = params.tree["norm"].device, world(params.shard)
     batch = packed_batch(torch.tensor(ids, device=device), [len(ids)], make_rope(params.config, device))
@@ -127,9 +162,10 @@ def serve(s: SimpleNamespace) -> None:
         generate([[1, 2, 3]] * 4, [16] * 4)
         emit(s, part="serve", size=s.size, workload="four of 16", seconds=time.perf_counter() - began)
         return
+    began = time.perf_counter()
+    fnllm.engine(params, **options(s)).prepare(fnllm.Sampling(temperature=0.6))  # no graph is made in what follows
+    emit(s, part="serve", size=s.size, workload="prepare", seconds=time.perf_counter() - began)
     for which in s.work.split(","):
-        if which == "W1":
-            generate([[5] * 100] * 256, [2] * 256)  # graphs of the largest batch are not part of the figures
         for row in measure(generate, s.size, which):
             emit(s, part="serve", size=s.size, workload=which, **row)
     for batch in (1, 32, 256):
@@ -144,7 +180,7 @@ def profile(generate: Any, batch: int, tokens: int = 32) -> dict:
         generate(prompts, [tokens] * batch)
     times = {event.key: event.self_device_time_total for event in seen.key_averages()}
     total = sum(times.values())
-    signs = ("nccl", "allreduce", "all_reduce", "one_shot")
+    signs = ("nccl", "allreduce", "all_reduce", "push_sum")
     reduces = sum(time for name, time in times.items() if any(sign in name.lower() for sign in signs))
     return dict(
         batch=batch,
@@ -161,25 +197,58 @@ def join_alone(s: SimpleNamespace) -> None:
 
 
 def reduce(s: SimpleNamespace) -> None:
-    """Microseconds of one all-reduce among 72 in a captured graph: the group's own, and through peer memory."""
+    """Microseconds of one all-reduce among 72 in a captured graph: by the group, by the project's kernel over peer
+    memory, and by PyTorch's."""
     join_alone(s)
     device, usual = local_device(s.device), group()
-    for way, tp in (("group", usual), ("one_shot", one_shot_tp(usual))):
-        for rows in (1, 8, 32, 64, 256):
-            x = torch.full((rows, 4096), 0.5, dtype=torch.bfloat16, device=device)
+    ways = dict(group=usual.all_reduce, one_shot=one_shot_tp(usual, LARGEST_SUM).all_reduce)
+    wrong = check_sums(s, ways["one_shot"], device, 5 if s.cpu else 500)
+    emit(s, part="sums", way="one_shot", wrong=wrong)
+    for way, all_reduce in {**ways, **({} if s.cpu else dict(torch_one_shot=torch_one_shot(usual, device)))}.items():
+        for rows in (1, 8, 32, 64, 128, 256, 512, 1024, 2048):
+            x = torch.full((rows, 4096), 2.0**-80, dtype=torch.bfloat16, device=device)
             try:
-                if not torch.equal(tp.all_reduce(x), x * s.ranks):
+                if not torch.equal(all_reduce(x), x * s.ranks):
                     raise ArithmeticError("the sum is wrong")
-                emit(s, part="reduce", way=way, rows=rows, bytes=x.nbytes, us=time_reduces(tp, x))
+                emit(s, part="reduce", way=way, rows=rows, bytes=x.nbytes, us=time_reduces(all_reduce, x))
             except Exception as error:
                 emit(s, part="reduce", way=way, rows=rows, error=f"{type(error).__name__}: {error}"[:300])
 
 
-def time_reduces(tp: Any, x: torch.Tensor, count: int = 72, repeats: int = 20) -> float:
+def check_sums(s: SimpleNamespace, all_reduce: Callable, device: torch.device, exchanges: int = 500) -> int:
+    """How many of many sums of random sizes, with ranks that come late in turns, were not exact."""
+    dtypes, place = (torch.bfloat16, torch.float16, torch.float32), launched()
+    host, wrong = torch.Generator().manual_seed(0), []
+    for turn in range(exchanges):
+        size = 2 * int(10 ** (6 * torch.rand(1, generator=host).item()))
+        sources = [torch.Generator(device).manual_seed(turn * place.size + rank) for rank in range(place.size)]
+        parts = [torch.randn(size, generator=source, device=device).to(dtypes[turn % 3]) for source in sources]
+        if turn % place.size == place.rank and device.type == "cuda":
+            torch.cuda._sleep(int(1e5 * torch.rand(1).item()))
+        expected = sum(part.float() for part in parts).to(parts[0].dtype)
+        wrong.append((all_reduce(parts[place.rank]) != expected).any())
+    return int(torch.stack(wrong).sum())
+
+
+def torch_one_shot(tp: ProcessGroup, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """PyTorch's sum in one kernel over its symmetric memory, with barriers."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    shared = symmetric_memory.empty(LARGEST_SUM // 2, dtype=torch.bfloat16, device=device)
+    symmetric_memory.rendezvous(shared, tp.group_name)
+
+    def all_reduce(x: torch.Tensor) -> torch.Tensor:
+        mine = shared[: x.numel()]
+        return torch.ops.symm_mem.one_shot_all_reduce_copy(mine, x.view(-1), "sum", tp.group_name).view(x.shape)
+
+    return all_reduce
+
+
+def time_reduces(all_reduce: Callable, x: torch.Tensor, count: int = 72, repeats: int = 20) -> float:
     def run() -> torch.Tensor:
-        y = x
+        y = x  # grows to at most ranks^72 times x, infinite or not
         for _ in range(count):
-            y = tp.all_reduce(y) * (1 / tp.size)
+            y = all_reduce(y)
         return y
 
     if not x.is_cuda:
@@ -201,7 +270,7 @@ def time_reduces(tp: Any, x: torch.Tensor, count: int = 72, repeats: int = 20) -
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop) * 1e3 / count)
-    return statistics.median(times)  # with the multiplication, about a microsecond, in it
+    return statistics.median(times)
 
 
 def save(s: SimpleNamespace) -> None:
@@ -261,4 +330,4 @@ if __name__ == "__main__":
     part, settings = sys.argv[1], SimpleNamespace(**json.loads(sys.argv[2]))
     if settings.cpu:
         torch.set_num_threads(1)
-    dict(equal=equal, serve=serve, reduce=reduce, save=save, load=load, fault=fault)[part](settings)
+    dict(equal=equal, open=opened, serve=serve, reduce=reduce, save=save, load=load, fault=fault)[part](settings)

@@ -22,6 +22,7 @@ from fnllm_kernels.grouped_linear import grouped_linear
 from fnllm_kernels.host_linear import host_linear
 from fnllm_kernels.kv_store import store_kv
 from fnllm_kernels.norm import add_rms_norm, rms_norm
+from fnllm_kernels.qk_norm_rope_attention import qk_norm_rope_attention
 from fnllm_kernels.qk_norm_rope_store import qk_norm_rope_store
 from fnllm_kernels.silu_mul import silu_mul
 from fnllm_kernels.small_linear import small_linear
@@ -69,24 +70,37 @@ def linear(p: Float[Tensor, "O I"], x: Float[Tensor, "T I"], ctx: Context) -> Fl
     return F.linear(x, p) if x.is_cuda or ctx.cache is None else host_linear(x, p)
 
 
-def attention(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "T H"]:
-    """Self-attention over this rank's heads: QKV, optional QK-norm, rope, attend, output projection, all-reduce."""
-    heads, kv_heads, dim = ctx.sizes.heads, ctx.sizes.kv_heads, ctx.config.head_dim
+def attention(
+    p: dict, x: Float[Tensor, "T H"], ctx: Context, heads_of: Callable[..., tuple[Tensor, ...]] | None = None
+) -> Float[Tensor, "T H"]:
+    """Self-attention over this rank's heads: QKV, optional QK-norm, rope, attend, output projection, all-reduce.
+
+    `heads_of` makes q, k and v where they are seen one by one; `turned_heads` if it is None.
+    """
     qkv = ctx.layers.linear(p["qkv"], x, ctx)
     if "qkv_bias" in p:
         qkv = qkv + p["qkv_bias"]
     if on_device(x, ctx) and is_plain(ctx):
         out = attend_fused(p, qkv, ctx)
     else:
-        qk, v = qkv.unflatten(-1, (-1, dim)).split([heads + kv_heads, kv_heads], 1)
-        if "q_norm" in p:
-            q, k = qk.split([heads, kv_heads], 1)
-            qk = torch.cat((ctx.layers.norm(p["q_norm"], q, ctx), ctx.layers.norm(p["k_norm"], k, ctx)), 1)
-        q, k = apply_rope(qk, ctx.batch.cos, ctx.batch.sin).split([heads, kv_heads], 1)
+        q, k, v = (heads_of or turned_heads)(p, qkv, ctx)
         q, k, v = ctx.tap("q", q), ctx.tap("k", k), ctx.tap("v", v)
         out = ctx.layers.attend(q, k, v, ctx)
     y = ctx.tp.all_reduce(ctx.layers.linear(p["o"], out.flatten(1), ctx))
     return y + p["o_bias"] if "o_bias" in p else y
+
+
+def turned_heads(
+    p: dict, qkv: Float[Tensor, "T QKV"], ctx: Context
+) -> tuple[Float[Tensor, "T N D"], Float[Tensor, "T K D"], Float[Tensor, "T K D"]]:
+    """q, k and v of a projection: QK-norm where the model has it, and rope."""
+    heads, kv_heads = ctx.sizes.heads, ctx.sizes.kv_heads
+    qk, v = qkv.unflatten(-1, (-1, ctx.config.head_dim)).split([heads + kv_heads, kv_heads], 1)
+    if "q_norm" in p:
+        q, k = qk.split([heads, kv_heads], 1)
+        qk = torch.cat((ctx.layers.norm(p["q_norm"], q, ctx), ctx.layers.norm(p["k_norm"], k, ctx)), 1)
+    q, k = apply_rope(qk, ctx.batch.cos, ctx.batch.sin).split([heads, kv_heads], 1)
+    return q, k, v
 
 
 def is_plain(ctx: Context) -> bool:
@@ -108,21 +122,28 @@ def attend(
 
 
 def attend_fused(p: dict, qkv: Float[Tensor, "T QKV"], ctx: Context) -> Float[Tensor, "T N D"]:
-    """QK-norm, rope and the store in one kernel, then attention over the paged cache."""
-    q = qk_norm_rope_store(
-        qkv,
-        p.get("q_norm"),
-        p.get("k_norm"),
-        ctx.config.rms_norm_eps,
-        ctx.batch.cos,
-        ctx.batch.sin,
-        ctx.cache.k[ctx.layer],
-        ctx.cache.v[ctx.layer],
-        ctx.batch.slots,
-        ctx.sizes.heads,
-        ctx.sizes.kv_heads,
+    """QK-norm, rope and the store, and attention over the paged cache: one kernel in a decode step, else two."""
+    batch, k_cache, v_cache = ctx.batch, ctx.cache.k[ctx.layer], ctx.cache.v[ctx.layer]
+    heads = qkv, p.get("q_norm"), p.get("k_norm"), ctx.config.rms_norm_eps, batch.cos, batch.sin
+    if ctx.backend != "triton" or batch.max_seqlen != 1:
+        q = qk_norm_rope_store(*heads, k_cache, v_cache, batch.slots, ctx.sizes.heads, ctx.sizes.kv_heads)
+        return attend_cached(q, ctx)
+    window = ctx.config.sliding_window[ctx.layer] or 0
+    plan = None if ctx.metadata is None else ctx.metadata.get(window)
+    return qk_norm_rope_attention(
+        *heads,
+        k_cache,
+        v_cache,
+        batch.slots,
+        batch.block_tables,
+        batch.cu_seqlens,
+        batch.context_lens,
+        num_heads=ctx.sizes.heads,
+        scale=ctx.config.head_dim**-0.5,
+        window=window,
+        metadata=plan if isinstance(plan, Tensor) else None,
+        max_context=ctx.max_context,
     )
-    return attend_cached(q, ctx)
 
 
 def attend_cached(q: Float[Tensor, "T N D"], ctx: Context) -> Float[Tensor, "T N D"]:

@@ -85,6 +85,7 @@ class Machine:
         self.tables = np.zeros((settings.max_num_seqs, max_blocks), np.int32)  # the rows' block tables, on the host
         self.watch = watch(tp, self.device)
         self.asynchronous = self.device.type == "cuda"  # a launched step runs while the host goes on
+        self.by_kernels = self.device.type == "cuda" and self.dtype != torch.float64
         self.idle: State | None = None  # where the last `generate` ended, with its prefix cache
         self.name = uuid.uuid4().hex  # states say whose cache they count on
         self.lock = threading.RLock()  # held by the thread whose step, or whose whole call, is running
@@ -303,7 +304,7 @@ class Machine:
         spec = StepSpec(
             config=self.config,
             sizes=self.sizes,
-            layers=layers_for(variant.layers, self.settings.numerics),
+            layers=layers_for(variant.layers, self.settings.numerics, on_gpu=self.by_kernels),
             tp=exchanges_for(self.tp, self.settings.numerics),
             backends=self.backends,
             block_size=self.settings.block_size,

@@ -1,7 +1,7 @@
 """Batch-invariant numerics: the same step with layer functions whose every row is computed alone, bit for bit.
 
-Only four functions and the order of two reductions differ; what a caller has swapped stays swapped. Gradients are those
-of the plain functions.
+Only a few functions and the order of two reductions differ; what a caller has swapped stays swapped. Gradients are
+those of the plain functions.
 """
 
 from collections.abc import Callable
@@ -20,6 +20,7 @@ from fnllm.tensor_parallel import TensorParallel
 from fnllm_kernels.attention import paged_attention
 from fnllm_kernels.invariant_linear import invariant_linear
 from fnllm_kernels.norm import rms_norm
+from fnllm_kernels.qk_norm_rope_store import qk_norm_rope_store
 from fnllm_kernels.silu_mul import silu_mul
 
 NUMERICS = ("default", "batch_invariant")
@@ -32,11 +33,17 @@ def check_numerics(numerics: str) -> None:
         raise ValueError(f"numerics must be one of {', '.join(NUMERICS)}, found {numerics!r}")
 
 
-def layers_for(layers: Layers, numerics: str) -> Layers:
-    """The layers with the functions that the mode needs, wherever the caller has not swapped one."""
+def layers_for(layers: Layers, numerics: str, on_gpu: bool = False) -> Layers:
+    """The layers with the functions that the mode needs, wherever the caller has not swapped one.
+
+    While generating `on_gpu` the usual functions run kernels that take each row alone, and stay; gradients and the CPU
+    need functions of their own.
+    """
     if numerics == "default":
         return layers
-    wanted = Layers()._replace(linear=linear, norm=norm, attend=attend, activation=activation)
+    wanted = Layers()._replace(linear=linear, attention=attention)
+    if not on_gpu:
+        wanted = wanted._replace(norm=norm, attend=attend, activation=activation)
     return Layers(*(new if mine is usual else mine for mine, usual, new in zip(layers, Layers(), wanted, strict=True)))
 
 
@@ -135,6 +142,38 @@ def activation(gate_up: Float[Tensor, "... two_I"], ctx: Context) -> Float[Tenso
 def usual_activation(gate_up: Float[Tensor, "... two_I"]) -> Float[Tensor, "... I"]:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def attention(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "T H"]:
+    """`layers.attention`, whose q and k have the same bits whether somebody looks at them or not."""
+    by_kernel = x.is_cuda and x.dtype != torch.float64 and ctx.layers.norm in (plain.norm, norm)
+    return plain.attention(p, x, ctx, heads_by_kernel if by_kernel else None)
+
+
+def heads_by_kernel(
+    p: dict, qkv: Float[Tensor, "T QKV"], ctx: Context
+) -> tuple[Float[Tensor, "T N D"], Float[Tensor, "T K D"], Float[Tensor, "T K D"]]:
+    """`layers.turned_heads` by the kernel that generation runs; the keys come from a cache of blocks of one token."""
+    heads, kv_heads, tokens = ctx.sizes.heads, ctx.sizes.kv_heads, qkv.shape[0]
+    names = [name for name in ("q_norm", "k_norm") if name in p]
+
+    def value(qkv: Tensor, *norms: Tensor) -> Tensor:
+        keys = qkv.new_empty(tokens, 1, kv_heads, ctx.config.head_dim)
+        slots = torch.arange(tokens, dtype=torch.int32, device=qkv.device)
+        eps, batch = ctx.config.rms_norm_eps, ctx.batch
+        q = qk_norm_rope_store(
+            qkv, *(norms or (None, None)), eps, batch.cos, batch.sin, keys, torch.empty_like(keys), slots, heads,
+            kv_heads,
+        )  # fmt: skip
+        return torch.cat((q, keys[:, 0]), 1)
+
+    def smooth(qkv: Tensor, *norms: Tensor) -> Tensor:
+        q, k, _ = plain.turned_heads(dict(zip(names, norms, strict=True)), qkv, ctx)
+        return torch.cat((q, k), 1)
+
+    qk = Substitute.apply(value, smooth, qkv, *(p[name] for name in names))
+    v = qkv.unflatten(-1, (-1, ctx.config.head_dim))[:, heads + kv_heads :]
+    return qk[:, :heads], qk[:, heads:], v
 
 
 def attend(

@@ -1,7 +1,8 @@
-"""An all-reduce of small tensors in one kernel, in which each rank reads the others' memory over NVLink.
+"""An all-reduce in one kernel that writes to the other ranks' memory over NVLink (effect: it makes that memory).
 
-Decode steps sum a few kilobytes many times; there the time goes into starting a collective and not into moving bytes.
-It is PyTorch's own kernel on its symmetric memory, without NVLink multicast.
+Decode steps sum up to a few megabytes many times; there the time goes into starting a collective and into waiting for
+all to have arrived, and not into moving bytes. The kernel is `push_sum`; the memory is PyTorch's symmetric memory,
+without NVLink multicast.
 """
 
 import functools
@@ -11,50 +12,51 @@ import torch
 from torch import Tensor
 
 from fnllm.tensor_parallel import ProcessGroup, refuse_gradients
+from fnllm_kernels.push_sum import Mailbox, mailbox_words, make_mailbox, push_sum, takes
 
-LARGEST = 256 * 1024  # bytes; above, each rank reading everything costs more than a ring
-ALIGNED = 16  # bytes that the kernel moves at a time
+SENT = 16 * 1024 * 1024  # bytes that a rank sends to the others together; above, NCCL's ways are as fast
 
 
 @dataclass(frozen=True)
 class OneShot(ProcessGroup):
-    """A process group whose small sums go through peer memory; everything else is as with `ProcessGroup`."""
+    """A process group whose sums of at most `largest` bytes go through peer memory, all else as with `ProcessGroup`."""
 
-    largest: int = LARGEST
+    largest: int
 
     def all_reduce(self, x: Tensor) -> Tensor:
         refuse_gradients(x)
-        return torch.ops.fnllm.one_shot_all_reduce(x.contiguous(), self.group_name, self.largest)
+        return torch.ops.fnllm.one_shot_all_reduce(x.contiguous(), self.group_name, self.size, self.largest)
 
 
-def one_shot_tp(tp: ProcessGroup, largest: int = LARGEST) -> OneShot:
-    """The same ranks, with sums of at most `largest` bytes through peer memory."""
-    return OneShot(tp.rank, tp.size, tp.group_name, largest)
+def one_shot_tp(tp: ProcessGroup, largest: int | None = None) -> OneShot:
+    """The same ranks, with sums of at most `largest` bytes through peer memory; None: what was measured to be best."""
+    return OneShot(tp.rank, tp.size, tp.group_name, SENT // max(1, tp.size - 1) if largest is None else largest)
 
 
 @functools.cache
-def shared_buffer(group_name: str, dtype: torch.dtype, device: torch.device, nbytes: int) -> Tensor:
-    """This rank's part of a buffer that all ranks of the group can read; made by all ranks at the same call."""
+def mailbox(group_name: str, ranks: int, largest: int, device: torch.device) -> Mailbox:
+    """This rank's boxes and where the others' are; made by all ranks at the same call, outside a capture."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    buffer = symmetric_memory.empty(nbytes // dtype.itemsize, dtype=dtype, device=device)
-    symmetric_memory.rendezvous(buffer, group_name)
-    return buffer
+    memory = symmetric_memory.empty(mailbox_words(ranks, largest), dtype=torch.int64, device=device)
+    memory.zero_()
+    torch.cuda.synchronize(device)
+    handle = symmetric_memory.rendezvous(memory, group_name)
+    handle.barrier()  # nobody writes to a box that is still being cleared
+    torch.cuda.synchronize(device)
+    offset = memory.data_ptr() - handle.buffer_ptrs[handle.rank]  # alike on all ranks
+    return make_mailbox(handle.rank, [base + offset for base in handle.buffer_ptrs], memory, largest)
 
 
 @torch.library.custom_op("fnllm::one_shot_all_reduce", mutates_args=())
-def one_shot_all_reduce(x: Tensor, group_name: str, largest: int) -> Tensor:
-    """The sum of `x` over the ranks, equal in all bits on all of them: each adds in rank order."""
-    nbytes = x.numel() * x.element_size()
-    if not x.is_cuda or nbytes > largest or nbytes % ALIGNED or nbytes == 0 or not x.dtype.is_floating_point:
+def one_shot_all_reduce(x: Tensor, group_name: str, ranks: int, largest: int) -> Tensor:
+    """The sum of `x` over the ranks, equal in all bits on all of them."""
+    if not x.is_cuda or not takes(x, largest):
         functional = torch.ops._c10d_functional
         return functional.wait_tensor(functional.all_reduce(x, "sum", group_name))
-    # The kernel copies `x` there for the others to read and ends when all have, so the next sum may write there again.
-    shared = shared_buffer(group_name, x.dtype, x.device, largest)
-    mine = shared[: x.numel()]
-    return torch.ops.symm_mem.one_shot_all_reduce_copy(mine, x.view(-1), "sum", group_name).view(x.shape)
+    return push_sum(x, mailbox(group_name, ranks, largest, x.device))
 
 
 @one_shot_all_reduce.register_fake
-def _(x: Tensor, group_name: str, largest: int) -> Tensor:
+def _(x: Tensor, group_name: str, ranks: int, largest: int) -> Tensor:
     return torch.empty_like(x)

@@ -170,3 +170,41 @@ def exact_rope_store(case: RopeCase) -> tuple[Tensor, Tensor, Tensor]:
                 caches[0][slot, head] = turned(qkv[token, case.num_heads + head], case.k_norm, token)
                 caches[1][slot, head] = qkv[token, case.num_heads + case.num_kv_heads + head]
     return q, *(cache.view(case.k_cache.shape) for cache in caches)
+
+
+DECODE_NEW = DECODE | {
+    "decode-window-of-one": AttentionCase(4, 2, 16, 4, ((1, 50), (1, 1)), window=1),
+    "decode-group-of-16": AttentionCase(16, 1, 32, 16, ((1, 40), (1, 2)), padding=1),
+    "decode-pieces-in-window": AttentionCase(2, 2, 16, 32, ((1, 700), (1, 3)), window=500),
+}
+
+
+def decode_step_case(
+    case: AttentionCase, *, norm: bool, dtype: torch.dtype, device: str, seed: int, poison: float
+) -> dict:
+    """A call of `qk_norm_rope_attention`: the newest slot of each sequence is poisoned, and so are padding's rows."""
+    inputs = attention_inputs(case, dtype=dtype, device="cpu", seed=seed, poison=poison)
+    tokens = inputs.pop("q").shape[0]
+    rope = rope_case(case.heads, case.kv_heads, case.head_dim, tokens, norm=norm, dtype=dtype, device="cpu", seed=seed)
+    rope = rope._replace(slots=torch.full((tokens,), -1))
+    for token, (b, (_, length)) in enumerate((b, s) for b, s in enumerate(case.sequences) if s[0]):
+        block = int(inputs["block_tables"][b, (length - 1) // case.block_size])
+        rope.slots[token] = block * case.block_size + (length - 1) % case.block_size
+        for name in ("k_cache", "v_cache"):
+            inputs[name].flatten(0, 1)[rope.slots[token]] = poison
+    rope.qkv[int(inputs["cu_seqlens_q"][-1]) :] = poison
+    arguments = rope._asdict() | inputs
+    del arguments["num_kv_heads"]
+    arguments = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    return arguments | {"scale": case.head_dim**-0.5, "window": case.window}
+
+
+def exact_decode_step(arguments: dict) -> tuple[Tensor, Tensor, Tensor]:
+    """(attention's output, k cache, v cache) in float64 on the CPU, from arguments that no call has changed yet."""
+    rope = RopeCase(num_kv_heads=arguments["k_cache"].shape[2], **{
+        name: arguments[name] for name in RopeCase._fields if name != "num_kv_heads"
+    })  # fmt: skip
+    q, k_cache, v_cache = exact_rope_store(rope)
+    rest = {name: arguments[name] for name in ("block_tables", "cu_seqlens_q", "context_lens")}
+    inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **rest}
+    return exact_attention(inputs, scale=arguments["scale"], window=arguments["window"]), k_cache, v_cache

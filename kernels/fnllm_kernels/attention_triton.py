@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .attention_triton_decode import decode_attention, decode_plan, decode_tiling, plan_size
+from .attention_triton_decode import NewHeads, decode_attention
+from .attention_triton_plan import decode_plan, decode_tiling, plan_size
 from .attention_triton_prefill import prefill_attention, prefill_tiling
 
 _DIRECT_PROGRAMS = 1024  # from so many (sequence, KV head) pairs on, short contexts fill the machine without a plan
@@ -36,6 +37,53 @@ def paged_attention_triton(
     `invariant` runs one kernel with one tiling whatever the batch, so that a token's result depends on its own sequence
     alone. Raises ValueError for a dtype or cache layout the kernels cannot take.
     """
+    if max_seqlen_q == 1 and not invariant:
+        return decode_attention_triton(
+            q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
+            scale=scale, window=window, metadata=metadata, max_context=max_context,
+        )  # fmt: skip
+    q, block_tables = _ready(q, k_cache, v_cache, block_tables)
+    rows = _INVARIANT_ROWS if invariant else max_seqlen_q * (q.shape[1] // k_cache.shape[2])
+    shared = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin if q.is_cuda else 1 << 20
+    tiling = prefill_tiling(q.dtype, q.shape[2], rows, shared)
+    return prefill_attention(
+        q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, max_seqlen_q, scale, window, tiling
+    )
+
+
+def decode_attention_triton(
+    q: Float[Tensor, "T heads D"],
+    k_cache: Float[Tensor, "P S K D"],
+    v_cache: Float[Tensor, "P S K D"],
+    block_tables: Int[Tensor, "B M"],
+    cu_seqlens_q: Int[Tensor, " B_plus_1"],
+    context_lens: Int[Tensor, " B"],
+    *,
+    scale: float,
+    window: int = 0,
+    metadata: Tensor | None = None,
+    max_context: int = 0,
+    new: NewHeads | None = None,
+    pdl: bool | None = None,
+) -> Float[Tensor, "T N D"]:
+    """A decode step's attention; with `new`, q is the qkv projection in heads and the new keys and values are stored.
+
+    pdl: launch dependently (None: where the device can). Raises ValueError as `paged_attention_triton` does.
+    """
+    q, block_tables = _ready(q, k_cache, v_cache, block_tables)
+    (_, block_size, kv_heads, head_dim), batch = k_cache.shape, context_lens.shape[0]
+    tiling = decode_tiling(q.dtype, head_dim, batch, kv_heads)
+    if runs_direct(batch, kv_heads, max_context or block_tables.shape[1] * block_size):
+        metadata = None
+    elif metadata is None:
+        metadata = decode_plan(context_lens, cu_seqlens_q, kv_heads, window, tiling)
+    return decode_attention(
+        q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, scale, window, metadata, tiling, new, pdl=pdl
+    )
+
+
+def _ready(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor) -> tuple[Tensor, Tensor]:
+    """q and the tables in the layout that the kernels read."""
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"triton: q is {q.dtype}; the kernels take float32, bfloat16 or float16")
     if k_cache.stride()[2:] != (k_cache.shape[3], 1) or k_cache.stride() != v_cache.stride():
@@ -45,22 +93,7 @@ def paged_attention_triton(
         )
     if q.stride()[1:] != (q.shape[2], 1):
         q = q.contiguous()
-    if block_tables.stride(1) != 1:
-        block_tables = block_tables.contiguous()
-    (_, heads, head_dim), (_, block_size, kv_heads, _) = q.shape, k_cache.shape
-    arrays = q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens
-    if max_seqlen_q > 1 or invariant:
-        rows = _INVARIANT_ROWS if invariant else max_seqlen_q * (heads // kv_heads)
-        shared = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin if q.is_cuda else 1 << 20
-        tiling = prefill_tiling(q.dtype, head_dim, rows, shared)
-        return prefill_attention(*arrays, max_seqlen_q, scale, window, tiling)
-    batch = context_lens.shape[0]
-    tiling = decode_tiling(q.dtype, head_dim, batch, kv_heads)
-    if runs_direct(batch, kv_heads, max_context or block_tables.shape[1] * block_size):
-        metadata = None
-    elif metadata is None:
-        metadata = decode_plan(context_lens, cu_seqlens_q, kv_heads, window, tiling)
-    return decode_attention(*arrays, scale, window, metadata, tiling)
+    return q, block_tables if block_tables.stride(1) == 1 else block_tables.contiguous()
 
 
 def runs_direct(batch: int, num_kv_heads: int, max_context: int) -> bool:

@@ -3,9 +3,12 @@
 Axes: T packed tokens, B sequences, N query heads, K KV heads, G = N / K, D head dim, P cache blocks, S block size,
 M blocks per sequence.
 
-Work is divided into items, each a piece of one sequence. Many short sequences are one item each and write their result
-at once. Few or long ones are cut so that about two items per multiprocessor exist; the last item of a sequence to end
-combines the pieces, so no second kernel runs. The division is made on the device by `decode_plan`, once per step.
+Work is divided into items, each a piece of one sequence (see attention_triton_plan.py). A sequence of one item has its
+result written at once; of several, the last to end combines the pieces, so no second kernel runs.
+
+The kernel may start from the qkv projection instead of from queries: then each item norms and rotates its queries
+itself, and the item of the newest keys also makes the new key and value, stores them, and attends to them from its
+registers. What it stores is read by nobody before the next step.
 """
 
 import math
@@ -15,79 +18,32 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from .attention_triton_plan import HEADER, DecodeTiling, max_items
+from .dependent_launch import launch_options
+
 try:
     import triton
     import triton.language as tl
 
+    from .attention_triton_heads import load_norm, load_pairs, load_turn, repeated, turned_heads
     from .attention_triton_pages import pages
 except ImportError:
     triton = None
 
-_HEADER = 4  # plan[0] is the keys per item; the rest keeps what follows aligned
 
+class NewHeads(NamedTuple):
+    """What makes queries, keys and values of the rows of a qkv projection, as `qk_norm_rope_store` does."""
 
-class DecodeTiling(NamedTuple):
-    """How a decode program works: keys per tile, warps, tiles in flight, least keys per item of a split sequence."""
-
-    keys: int
-    warps: int
-    stages: int
-    least_chunk: int
-
-
-def decode_tiling(dtype: torch.dtype, head_dim: int, batch: int, num_kv_heads: int) -> DecodeTiling:
-    """The tiling for a problem; pure, static.
-
-    A tile's keys and values fill shared memory `stages` deep: narrow heads take more keys, wide ones fewer.
-    """
-    bytes_per_key = 2 * dtype.itemsize * max(16, 1 << (head_dim - 1).bit_length())
-    keys = max(16, min(64, 32768 // bytes_per_key))
-    if batch * num_kv_heads >= 512:
-        return DecodeTiling(max(16, keys // 2), 1 if dtype.itemsize == 2 else 4, 3, 64)
-    return DecodeTiling(keys, 4, 2, 64)
-
-
-def max_items(batch: int, num_kv_heads: int, device: torch.device) -> int:
-    """The most items a step of `batch` sequences is divided into: one each, and what two waves of programs add."""
-    return batch + _spare_items(num_kv_heads, device)
-
-
-def _spare_items(num_kv_heads: int, device: torch.device) -> int:
-    # Off CUDA only the interpreter runs these kernels; a small machine then tests the division.
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-    return -(-2 * processors // num_kv_heads)
-
-
-def plan_size(batch: int, num_kv_heads: int, device: torch.device) -> int:
-    """Entries of the plan: header, the sequence of each item, the first item of each sequence, counters at zero."""
-    return _HEADER + max_items(batch, num_kv_heads, device) + batch + batch * num_kv_heads
-
-
-def decode_plan(
-    context_lens: Int[Tensor, " B"],
-    cu_seqlens_q: Int[Tensor, " B_plus_1"],
-    num_kv_heads: int,
-    window: int,
-    tiling: DecodeTiling,
-) -> Int[Tensor, " size"]:
-    """Divide a decode step into items of equal length, on the device.
-
-    The counters in the plan are moved by each attention call and are zero again when it ends.
-    """
-    batch, device = context_lens.shape[0], context_lens.device
-    plan = torch.empty(plan_size(batch, num_kv_heads, device), dtype=torch.int32, device=device)
-    block = triton.next_power_of_2(batch)
-    _plan_kernel[(1,)](
-        context_lens, cu_seqlens_q, plan, batch, max_items(batch, num_kv_heads, device),
-        _spare_items(num_kv_heads, device), window, batch * num_kv_heads,
-        HEADER=_HEADER, ALIGN=tiling.keys, LEAST=max(tiling.keys, tiling.least_chunk), BLOCK_B=block,
-        BLOCK_J=max(1, 256 // block), num_warps=4,
-    )  # fmt: skip
-    return plan
+    q_norm: Float[Tensor, " D"] | None
+    k_norm: Float[Tensor, " D"] | None
+    eps: float
+    cos: Float[Tensor, "T half_D"]
+    sin: Float[Tensor, "T half_D"]
+    slots: Int[Tensor, " T"]
 
 
 def decode_attention(
-    q: Float[Tensor, "T N D"],
+    q: Float[Tensor, "T heads D"],
     k_cache: Float[Tensor, "P S K D"],
     v_cache: Float[Tensor, "P S K D"],
     block_tables: Int[Tensor, "B M"],
@@ -97,11 +53,19 @@ def decode_attention(
     window: int,
     plan: Int[Tensor, " size"] | None,
     tiling: DecodeTiling,
+    new: NewHeads | None = None,
+    *,
+    pdl: bool | None = None,
 ) -> Float[Tensor, "T N D"]:
-    """Attention of at most one query per sequence; without a plan each sequence is one item."""
+    """Attention of at most one query per sequence; without a plan each sequence is one item.
+
+    q holds the N query heads; with `new` it holds the projection's N + 2 K heads, and the caches are written. pdl:
+    launch dependently (None: where the device can).
+    """
     (tokens, heads, head_dim), (_, block_size, kv_heads, _) = q.shape, k_cache.shape
+    heads -= 0 if new is None else 2 * kv_heads
     batch, group = context_lens.shape[0], heads // kv_heads
-    out = torch.empty_like(q)
+    out = q.new_empty(tokens, heads, head_dim)
     items = batch if plan is None else max_items(batch, kv_heads, q.device)
     group_rows = triton.next_power_of_2(group)
     if plan is None:
@@ -113,60 +77,33 @@ def decode_attention(
         scheduled = True
     width = max(16, triton.next_power_of_2(head_dim))
     if max(tokens, items):
+        q_norm, k_norm, eps, cos, sin, slots = new or (None, None, 0.0, None, None, None)
         _decode_kernel[(kv_heads, max(tokens, items))](
             q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, out, partial, stats, plan,
-            tokens, batch, items, scale * math.log2(math.e), window,
+            q_norm, k_norm, cos, sin, slots,
+            tokens, batch, items, scale * math.log2(math.e), window, eps,
             q.stride(0), block_tables.stride(0), k_cache.stride(0), k_cache.stride(1),
-            K=kv_heads, G=group, D=head_dim, S=block_size, SCHEDULED=scheduled, WINDOW=window > 0, HEADER=_HEADER,
+            K=kv_heads, G=group, D=head_dim, S=block_size, SCHEDULED=scheduled, WINDOW=window > 0, HEADER=HEADER,
             BLOCK_G=max(16, group_rows), GROUP=group_rows, BLOCK_N=tiling.keys, BLOCK_D=width,
-            BLOCK_J=max(1, min(16, 4096 // (group_rows * width))), STAGES=tiling.stages, num_warps=tiling.warps,
+            BLOCK_J=max(1, min(16, 4096 // (group_rows * width))), STAGES=tiling.stages, NEW=new is not None,
+            num_warps=tiling.warps, **launch_options(q.device, pdl),
         )  # fmt: skip
     return out
 
 
 if triton is not None:
 
-    @triton.jit(do_not_specialize=["batch", "items", "spare", "window", "counters"])
-    def _plan_kernel(
-        lens, cu, plan, batch, items, spare, window, counters,
-        HEADER: tl.constexpr, ALIGN: tl.constexpr, LEAST: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_J: tl.constexpr,
-    ):  # fmt: skip
-        b = tl.arange(0, BLOCK_B)
-        inside = b < batch
-        length = tl.load(lens + b, mask=inside, other=0)
-        queries = tl.load(cu + b + 1, mask=inside, other=0) - tl.load(cu + b, mask=inside, other=0)
-        begin = tl.where(window > 0, tl.maximum(length - window, 0) // ALIGN * ALIGN, 0)
-        span = tl.where(queries > 0, length - begin, 0)
-        even = tl.cdiv(tl.sum(span, 0), spare)
-        chunk = tl.maximum(tl.cdiv(even, ALIGN) * ALIGN, tl.cdiv(LEAST, ALIGN) * ALIGN)
-        pieces = tl.where(queries > 0, tl.maximum(tl.cdiv(span, chunk), 1), 0)
-        first = tl.cumsum(pieces, 0) - pieces
-        tl.store(plan, chunk)
-        tl.store(plan + HEADER + items + b, first, mask=inside)
-        used = tl.sum(pieces, 0)
-        most = tl.max(pieces, 0)
-        step = tl.arange(0, BLOCK_J)[:, None]
-        j = 0
-        while j < most:
-            tl.store(plan + HEADER + first[None, :] + j + step, b[None, :] + step * 0, mask=j + step < pieces[None, :])
-            j += BLOCK_J
-        at = used
-        while at < items:
-            tl.store(plan + HEADER + at + b, -1, mask=at + b < items)
-            at += BLOCK_B
-        at = 0
-        while at < counters:
-            tl.store(plan + HEADER + items + batch + at + b, 0, mask=at + b < counters)
-            at += BLOCK_B
-
     @triton.jit(do_not_specialize=["tokens", "batch", "items", "window"])
     def _decode_kernel(
-        q, k_cache, v_cache, tables, cu, lens, out, partial, stats, plan,
-        tokens, batch, items, scale_log2, window, q_row, table_row, cache_block, cache_row,
+        q, k_cache, v_cache, tables, cu, lens, out, partial, stats, plan, q_norm, k_norm, cos, sin, slots,
+        tokens, batch, items, scale_log2, window, eps, q_row, table_row, cache_block, cache_row,
         K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, SCHEDULED: tl.constexpr,
         WINDOW: tl.constexpr, HEADER: tl.constexpr, BLOCK_G: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
-        BLOCK_D: tl.constexpr, BLOCK_J: tl.constexpr, STAGES: tl.constexpr,
+        BLOCK_D: tl.constexpr, BLOCK_J: tl.constexpr, STAGES: tl.constexpr, NEW: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
         head = tl.program_id(0)
         item = tl.program_id(1)
         g = tl.arange(0, BLOCK_G)[:, None]
@@ -197,12 +134,41 @@ if triton is not None:
                     low = begin + (item - first_item) * chunk
                     high = tl.minimum(low + chunk, length)
                     pieces = tl.cdiv(length - begin, chunk)
-                query = tl.load(q + token * q_row + (head * G + g) * D + d, mask=in_row, other=0.0)
+                if NEW:
+                    newest = (high == length) & (length > 0)
+                    high = tl.minimum(high, length - 1)  # the new key is none of the loop's
+                table = tables + b * table_row
+                page = pages(table, low, high, S, BLOCK_N)
+                row = q + token * q_row
                 acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
                 top = tl.full((BLOCK_G,), -float("inf"), tl.float32)
                 total = tl.zeros((BLOCK_G,), tl.float32)
-                table = tables + b * table_row
-                page = pages(table, low, high, S, BLOCK_N)
+                if NEW:
+                    # All loads come before the first use of one, so that they are under way together.
+                    few = tl.arange(0, GROUP)[:, None]
+                    in_key = (d < D) & newest
+                    one = row + head * D + tl.zeros((1, 1), tl.int32)
+                    raw_heads = load_pairs(row + (head * G + few) * D, d, (few < G) & (d < D), D)
+                    raw_key = load_pairs(one + K * G * D, d, in_key, D)
+                    new_value = tl.load(one + (K * G + K) * D + d, mask=in_key, other=0.0, cache_modifier=".cg")
+                    q_weights = load_norm(q_norm, d, D)
+                    k_weights = load_norm(k_norm, d, D)
+                    turn = load_turn(cos + token * (D // 2), sin + token * (D // 2), d, D)
+                    slot = tl.load(slots + token).to(tl.int64)
+                    heads = turned_heads(raw_heads, q_norm, q_weights, eps, turn, D)
+                    new_key = turned_heads(raw_key, k_norm, k_weights, eps, turn, D)
+                    # 64-bit offsets: a pool can hold more than 2^31 elements.
+                    at = (slot // S) * cache_block + (slot % S) * cache_row + head * D + d
+                    tl.store(k_cache + at, new_key, mask=in_key & (slot >= 0))
+                    tl.store(v_cache + at, new_value, mask=in_key & (slot >= 0))
+                    # The new key is the first that the running softmax sees.
+                    score = tl.sum(heads.to(tl.float32) * new_key.to(tl.float32), 1)[:, None] * scale_log2
+                    top = tl.where(newest, tl.reshape(repeated(score, GROUP, 1, BLOCK_G), (BLOCK_G,)), top)
+                    total = tl.where(newest, 1.0, total)
+                    acc += new_value.to(tl.float32)
+                    query = repeated(heads, GROUP, BLOCK_D, BLOCK_G)
+                else:
+                    query = tl.load(row + (head * G + g) * D + d, mask=in_row, other=0.0)
                 for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
                     key = start + tl.arange(0, BLOCK_N)
                     # 64-bit offsets: a pool can hold more than 2^31 elements.

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fnllm_kernels.decode_linear import dependent_launch
 from fnllm_kernels.decode_tiles import triton
+from fnllm_kernels.dependent_launch import launch_options
 
 if triton is not None:
     import triton.language as tl
@@ -115,14 +115,13 @@ def launch_decode_attention(
     y = qkv.new_empty(rows, num_heads * head_dim)
     scratch = qkv.new_empty(rows * num_heads * splits * (head_dim + 1), dtype=torch.float32)
     parts = rows * num_heads * splits * head_dim
-    pdl = dependent_launch(qkv.device)
     ints = lambda x: None if x is None else x.view(torch.int32)  # noqa: E731
     decode_attention_kernel[(rows, num_heads // each, splits)](
         ints(qkv), ints(q_norm), ints(k_norm), cos.view(torch.int64), sin.view(torch.int64), ints(k_cache),
         ints(v_cache), block_tables, context_lens, slots, y, scratch, scratch[parts:], counters,
         block_tables.shape[1], eps, scale, window, G=each, NS=splits, KW=wide, KI=inner, PAIRS=pairs,
-        HEADS=num_heads, KV_HEADS=kv_heads, BLOCK_SIZE=size, LEAST=least, NORM=q_norm is not None, PDL=pdl, EARLY=early,
-        num_warps=warps, **({"launch_pdl": True} if pdl else {}),
+        HEADS=num_heads, KV_HEADS=kv_heads, BLOCK_SIZE=size, LEAST=least, NORM=q_norm is not None, EARLY=early,
+        num_warps=warps, **launch_options(qkv.device),
     )  # fmt: skip
     return y
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from fnllm_kernels.decode_tiles import triton
+from fnllm_kernels.dependent_launch import launch_options
 
 if triton is not None:
     import triton.language as tl
@@ -254,25 +255,20 @@ if triton is not None:
         tl.store(y_ptr + at, y.to(tl.bfloat16), mask=inside)
 
 
-def dependent_launch(device: torch.device) -> bool:
-    """Whether the device starts a kernel while the one before still runs (sm_90 and later)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+def launch_linear(x, w, *, bias=None, residual=None, norm=None, eps=0.0, gated=False, tiles=None, pdl=None):
+    """Runs the kernel that fits; tiles: a Tiles or DotTiles to use instead of the default choice.
 
-
-def launch_linear(x, w, *, bias=None, residual=None, norm=None, eps=0.0, gated=False, tiles=None):
-    """Runs the kernel that fits; tiles: a Tiles or DotTiles to use instead of the default choice."""
+    pdl: launch dependently (None: where the device can).
+    """
     rows, width = x.shape
     outputs = w.shape[0] // 2 if gated else w.shape[0]
     x, y = x.contiguous(), x.new_empty(rows, outputs)
     if tiles is None:
         tiles = (row_tiles if prefers_rows(rows, outputs, width) else dot_tiles)(rows, outputs, width, gated)
-    pdl = dependent_launch(x.device)
     flags = dict(
         GATED=gated, NORM=norm is not None, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        PDL=pdl, EARLY=tiles.early, num_warps=tiles.warps,
+        EARLY=tiles.early, num_warps=tiles.warps, **launch_options(x.device, pdl),
     )  # fmt: skip
-    if pdl:
-        flags["launch_pdl"] = True
     residual = None if residual is None else residual.contiguous()
     if isinstance(tiles, Tiles):
         units = triton.cdiv(width // 2, tiles.pairs * tiles.chunks)

@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from .dependent_launch import launch_options
+
 try:
     import triton
     import triton.language as tl
@@ -88,7 +90,9 @@ def _add_rms_norm_fake(x, residual, weight, eps):
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
-def _norm_triton(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _norm_triton(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, pdl: bool | None = None
+) -> tuple[Tensor, Tensor]:
     tokens, width = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     y = x.new_empty(x.shape)
@@ -102,6 +106,7 @@ def _norm_triton(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
         _norm_kernel[(tokens,)](
             x, residual, weight, y, total, width, x.stride(0), 0 if residual is None else residual.stride(0), eps,
             ADD=residual is not None, BLOCK=block, num_warps=max(1, min(16, block // 256)),
+            **launch_options(x.device, pdl),
         )  # fmt: skip
     return y, total
 
@@ -110,15 +115,19 @@ if triton is not None:
 
     @triton.jit
     def _norm_kernel(
-        x, residual, weight, y, total, width, x_row, residual_row, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
-    ):
+        x, residual, weight, y, total, width, x_row, residual_row, eps,
+        ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    ):  # fmt: skip
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
         token = tl.program_id(0).to(tl.int64)
         column = tl.arange(0, BLOCK)
         inside = column < width
-        row = tl.load(x + token * x_row + column, mask=inside, other=0.0)
+        row = tl.load(x + token * x_row + column, mask=inside, other=0.0, cache_modifier=".cg")
         scale = tl.load(weight + column, mask=inside, other=0.0)
         if ADD:
-            other = tl.load(residual + token * residual_row + column, mask=inside, other=0.0)
+            other = tl.load(residual + token * residual_row + column, mask=inside, other=0.0, cache_modifier=".cg")
             row = (row.to(tl.float32) + other.to(tl.float32)).to(x.dtype.element_ty)
             tl.store(total + token * width + column, row, mask=inside)
         wide = row.to(tl.float32)

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from .dependent_launch import launch_options
 from .kv_store import store_kv_reference
 from .norm import rms_norm_reference
 
@@ -37,26 +38,33 @@ def qk_norm_rope_store(
     q is still returned.
     Raises ValueError if the shapes do not belong together.
     """
+    check_heads("qk_norm_rope_store", qkv, cos, sin, k_cache, v_cache, num_heads, num_kv_heads)
+    return _op(qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, slots, num_heads, num_kv_heads)
+
+
+def check_heads(
+    name: str, qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, num_heads: int, kv_heads: int
+) -> None:
+    """Raises ValueError, in the name of a function, unless a qkv projection fits the caches and the rotation."""
     head_dim = k_cache.shape[3]
     if head_dim % 2:
-        raise ValueError(f"qk_norm_rope_store: head_dim is {head_dim}; it must be even, for rotation pairs its halves")
-    if qkv.shape[1] != (num_heads + 2 * num_kv_heads) * head_dim or k_cache.shape[2] != num_kv_heads:
+        raise ValueError(f"{name}: head_dim is {head_dim}; it must be even, for rotation pairs its halves")
+    if qkv.shape[1] != (num_heads + 2 * kv_heads) * head_dim or k_cache.shape[2] != kv_heads:
         raise ValueError(
-            f"qk_norm_rope_store: qkv is {tuple(qkv.shape)} and the cache {tuple(k_cache.shape)}; with {num_heads} "
-            f"heads and {num_kv_heads} KV heads of {head_dim} they must be "
-            f"[T, {(num_heads + 2 * num_kv_heads) * head_dim}] and [P, S, {num_kv_heads}, {head_dim}]"
+            f"{name}: qkv is {tuple(qkv.shape)} and the cache {tuple(k_cache.shape)}; with {num_heads} "
+            f"heads and {kv_heads} KV heads of {head_dim} they must be "
+            f"[T, {(num_heads + 2 * kv_heads) * head_dim}] and [P, S, {kv_heads}, {head_dim}]"
         )
     if k_cache.shape != v_cache.shape or k_cache.dtype != qkv.dtype or v_cache.dtype != qkv.dtype:
         raise ValueError(
-            f"qk_norm_rope_store: caches are {tuple(k_cache.shape)} {k_cache.dtype} and {tuple(v_cache.shape)} "
+            f"{name}: caches are {tuple(k_cache.shape)} {k_cache.dtype} and {tuple(v_cache.shape)} "
             f"{v_cache.dtype}; both must have one shape and the dtype of qkv, {qkv.dtype}"
         )
     if cos.shape != sin.shape or cos.shape[0] != qkv.shape[0] or cos.shape[1] != head_dim // 2:
         raise ValueError(
-            f"qk_norm_rope_store: cos is {tuple(cos.shape)}, sin {tuple(sin.shape)}; both must be [T, D / 2] with D "
+            f"{name}: cos is {tuple(cos.shape)}, sin {tuple(sin.shape)}; both must be [T, D / 2] with D "
             f"{head_dim}: make them with one row a token of qkv {tuple(qkv.shape)}"
         )
-    return _op(qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, slots, num_heads, num_kv_heads)
 
 
 def qk_norm_rope_store_reference(
@@ -103,7 +111,7 @@ def _fake(qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, slots, num_heads
     return qkv.new_empty(qkv.shape[0], num_heads, k_cache.shape[3])
 
 
-def _launch(qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, slots, num_heads, num_kv_heads):
+def _launch(qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, slots, num_heads, num_kv_heads, *, pdl=None):
     tokens, head_dim = qkv.shape[0], k_cache.shape[3]
     if k_cache.stride()[2:] != (head_dim, 1) or k_cache.stride() != v_cache.stride():
         raise ValueError(
@@ -115,14 +123,14 @@ def _launch(qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, slots, num_hea
     q = qkv.new_empty(tokens, num_heads, head_dim)
     half = triton.next_power_of_2(head_dim // 2)
     total = num_heads + 2 * num_kv_heads
-    # About 2048 elements a program keep 16-byte accesses; few tokens take fewer, to spread over the machine.
-    heads = max(1, min(triton.next_power_of_2(total), (512 if tokens < 64 else 2048) // (2 * half)))
+    # About 2048 elements a program keep 16-byte accesses. Not fewer for few tokens: a token's bits are its own.
+    heads = max(1, min(triton.next_power_of_2(total), 2048 // (2 * half)))
     if tokens:
         _kernel[(tokens, triton.cdiv(total, heads))](
             qkv, q_norm, k_norm, cos, sin, q, k_cache, v_cache, slots, eps,
             qkv.stride(0), k_cache.shape[1], k_cache.stride(0), k_cache.stride(1),
             N=num_heads, K=num_kv_heads, HALF_D=head_dim // 2, BLOCK_H=heads, BLOCK_HALF=half,
-            num_warps=max(1, min(8, heads * half // 128)),
+            num_warps=max(1, min(8, heads * half // 128)), **launch_options(qkv.device, pdl),
         )  # fmt: skip
     return q
 
@@ -134,15 +142,19 @@ if triton is not None:
         qkv, q_norm, k_norm, cos, sin, q, k_cache, v_cache, slots, eps,
         qkv_row, block_size, cache_block, cache_row,
         N: tl.constexpr, K: tl.constexpr, HALF_D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
+        PDL: tl.constexpr,
     ):  # fmt: skip
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
         token = tl.program_id(0).to(tl.int64)
         head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
         pair = tl.arange(0, BLOCK_HALF)[None, :]
         wanted = pair < HALF_D
         inside = wanted & (head < N + 2 * K)
         row = qkv + token * qkv_row + head * (2 * HALF_D) + pair
-        low_in = tl.load(row, mask=inside, other=0.0)
-        high_in = tl.load(row + HALF_D, mask=inside, other=0.0)
+        low_in = tl.load(row, mask=inside, other=0.0, cache_modifier=".cg")
+        high_in = tl.load(row + HALF_D, mask=inside, other=0.0, cache_modifier=".cg")
         slot = tl.load(slots + token).to(tl.int64)
         c = tl.load(cos + token * HALF_D + pair, mask=wanted, other=0.0).to(tl.float32)
         s = tl.load(sin + token * HALF_D + pair, mask=wanted, other=0.0).to(tl.float32)

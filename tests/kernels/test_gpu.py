@@ -5,8 +5,9 @@ import importlib.util
 import kernel_cases as cases
 import pytest
 import torch
+from gpu_cases import BOUND, REAL, fast_inputs, metadata_of
 
-from fnllm_kernels.attention import attention_metadata, paged_attention
+from fnllm_kernels.attention import paged_attention
 from fnllm_kernels.kv_store import copy_blocks, store_kv, store_kv_reference
 from fnllm_kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm
 from fnllm_kernels.qk_norm_rope_store import qk_norm_rope_store
@@ -15,17 +16,7 @@ from fnllm_kernels.silu_mul import silu_mul, silu_mul_reference
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 SMALL = cases.DECODE | cases.PREFILL
-REAL = {
-    "0.6B-decode": cases.AttentionCase(16, 8, 128, 16, tuple((1, 1 + 37 * i % 400) for i in range(64)), padding=8),
-    "0.6B-decode-long": cases.AttentionCase(16, 8, 128, 256, ((1, 4000), (1, 1), (1, 700))),
-    "8B-decode-window": cases.AttentionCase(32, 8, 128, 64, ((1, 900), (1, 100), (0, 0)), window=256, padding=1),
-    "8B-prefill": cases.AttentionCase(32, 8, 128, 64, ((300, 300), (130, 700), (1, 90)), padding=5),
-    "8B-prefill-window": cases.AttentionCase(32, 8, 128, 16, ((300, 300), (130, 700)), window=100),
-    "head-dim-64": cases.AttentionCase(9, 3, 64, 16, ((70, 70), (1, 200))),
-    "head-dim-256": cases.AttentionCase(8, 4, 256, 16, ((150, 290),)),
-}
 ALL = SMALL | REAL
-BOUND = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 FLASH = [
     pytest.param(name, marks=pytest.mark.skipif(not importlib.util.find_spec(module), reason=f"needs {module}"))
     for name, module in (("fa3", "flash_attn_interface"), ("fa2", "flash_attn"))
@@ -41,50 +32,12 @@ def unwritten_is_nan():
     torch.use_deterministic_algorithms(False)
 
 
-def fast_inputs(case, dtype, seed, poison):
-    """`attention_inputs` of large cases, built without a Python loop over keys."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    lengths = torch.tensor([length for _, length in case.sequences], dtype=torch.int32, device="cuda")
-    counts = torch.tensor([0] + [queries for queries, _ in case.sequences], device="cuda")
-    blocks = (lengths + case.block_size - 1) // case.block_size
-    width, pool = int(blocks.max()) + 1, int(blocks.sum()) + 3
-    order = torch.randperm(pool, generator=generator, device="cuda").int()
-    column = torch.arange(width, device="cuda")
-    first = blocks.cumsum(0) - blocks
-    tables = torch.where(column < blocks[:, None], order[(first[:, None] + column).clamp(max=pool - 1)], -1)
-    shape = (pool, case.block_size, case.kv_heads, case.head_dim)
-    caches = [torch.randn(shape, generator=generator, device="cuda").to(dtype) for _ in range(2)]
-    unused = torch.ones(pool, case.block_size, dtype=torch.bool, device="cuda")
-    position = torch.arange(width * case.block_size, device="cuda").expand(len(case.sequences), -1)
-    seen = position < lengths[:, None]
-    owner = tables.long().gather(1, position // case.block_size)
-    unused[owner[seen], (position % case.block_size)[seen]] = False
-    for cache in caches:
-        cache[unused] = poison
-    total = int(counts.sum())
-    q = torch.randn(total + case.padding, case.heads, case.head_dim, generator=generator, device="cuda").to(dtype)
-    q[total:] = poison
-    return {
-        "q": q, "k_cache": caches[0], "v_cache": caches[1], "block_tables": tables.int().contiguous(),
-        "cu_seqlens_q": counts.cumsum(0).int(), "context_lens": lengths,
-    }  # fmt: skip
-
-
 def double(inputs):
     return {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
 
 
 def want_of(inputs, static):
     return paged_attention(**double(inputs), **static, backend="reference").cpu()
-
-
-def metadata_of(inputs, static, backend):
-    (_, block_size, kv_heads, head_dim), (tokens, heads, _) = inputs["k_cache"].shape, inputs["q"].shape
-    return attention_metadata(
-        inputs["context_lens"], inputs["cu_seqlens_q"], num_tokens=tokens, num_heads=heads, num_kv_heads=kv_heads,
-        head_dim=head_dim, block_size=block_size, max_blocks=inputs["block_tables"].shape[1],
-        max_seqlen_q=static["max_seqlen_q"], dtype=inputs["q"].dtype, window=static["window"], backend=backend,
-    )  # fmt: skip
 
 
 def check(name, backend, dtype, poison, seed=0):

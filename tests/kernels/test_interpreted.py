@@ -31,7 +31,8 @@ if not INTERPRETING:
 else:
     from triton.runtime import interpreter
 
-    from fnllm_kernels import attention_triton, attention_triton_decode, kv_store, norm, qk_norm_rope_store, silu_mul
+    from fnllm_kernels import attention_triton, attention_triton_plan, kv_store, norm, qk_norm_rope_store, silu_mul
+    from fnllm_kernels.qk_norm_rope_attention import qk_norm_rope_attention_triton
     from fnllm_kernels.zero_tail import zero_tail
 
     patch_tensor = interpreter._patch_lang_tensor
@@ -73,9 +74,9 @@ else:
         case = ALL["decode-split"]
         inputs, static = inputs_of(case), cases.static_arguments(case)
         lengths, cu = inputs["context_lens"], inputs["cu_seqlens_q"]
-        tiling = attention_triton_decode.decode_tiling(torch.float32, case.head_dim, 3, case.kv_heads)
-        plan = attention_triton_decode.decode_plan(lengths, cu, case.kv_heads, 0, tiling)
-        items = attention_triton_decode.max_items(3, case.kv_heads, lengths.device)
+        tiling = attention_triton_plan.decode_tiling(torch.float32, case.head_dim, 3, case.kv_heads)
+        plan = attention_triton_plan.decode_plan(lengths, cu, case.kv_heads, 0, tiling)
+        items = attention_triton_plan.max_items(3, case.kv_heads, lengths.device)
         chunk = int(plan[0])
         owners = plan[4 : 4 + items].tolist()
         pieces = [-(-length // chunk) for length in lengths.tolist()]
@@ -93,6 +94,39 @@ else:
         out = attention_triton.paged_attention_triton(**inputs, **static)
         assert cases.relative_error(out, cases.exact_attention(inputs, **static)) < 2e-6
         assert (out[1:] == 0).all()
+
+    def decode_step(name, *, norm=True, dtype=torch.float32, bound=2e-6):
+        """Runs a case of the kernel that starts from the qkv projection, beside float64; the arguments after it."""
+        options = {"device": "cpu", "seed": 2, "poison": float("nan")}
+        arguments = cases.decode_step_case(cases.DECODE_NEW[name], norm=norm, dtype=dtype, **options)
+        want, want_k, want_v = cases.exact_decode_step(arguments)
+        out = qk_norm_rope_attention_triton(**arguments)
+        assert cases.relative_error(out, want) < bound
+        assert (out[int(arguments["cu_seqlens_q"][-1]) :] == 0).all()
+        for cache, wanted in ((arguments["k_cache"], want_k), (arguments["v_cache"], want_v)):
+            assert torch.equal(cache.isnan(), wanted.isnan())
+            assert cases.relative_error(cache.nan_to_num(), wanted.nan_to_num()) < bound
+
+    @pytest.mark.parametrize("name", cases.DECODE_NEW)
+    def test_decode_from_the_projection(name):
+        decode_step(name)
+
+    @pytest.mark.parametrize("name", ["decode-odd-heads", "decode-split"])
+    def test_decode_from_the_projection_of_float16_without_norms(name):
+        decode_step(name, norm=False, dtype=torch.float16, bound=2e-3)
+
+    @pytest.mark.parametrize("name", ["decode-padded", "decode-window", "decode-group-of-16"])
+    def test_decode_from_the_projection_without_a_plan(name, monkeypatch):
+        monkeypatch.setattr(attention_triton, "_DIRECT_PROGRAMS", 1)
+        decode_step(name)
+
+    def test_decode_from_the_projection_without_a_slot_touches_nothing():
+        options = {"norm": True, "dtype": torch.float32, "device": "cpu", "seed": 2, "poison": 7.0}
+        arguments = cases.decode_step_case(cases.DECODE_NEW["decode"], **options)
+        arguments["slots"].fill_(-1)
+        before = arguments["k_cache"].clone(), arguments["v_cache"].clone()
+        assert qk_norm_rope_attention_triton(**arguments).isfinite().all()
+        assert torch.equal(arguments["k_cache"], before[0]) and torch.equal(arguments["v_cache"], before[1])
 
     @pytest.mark.parametrize("name", ["decode", "mixed"])
     def test_invariant_form(name):

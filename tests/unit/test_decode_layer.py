@@ -7,6 +7,7 @@ import torch
 
 import fnllm
 import fnllm_weights
+from fnllm import layers
 from fnllm.batch import StepInputs, decode_batch
 from fnllm.cache import allocate
 from fnllm.context import Context
@@ -79,3 +80,21 @@ def test_two_ranks_add_the_stream_and_each_bias_once():
 
 def test_is_not_used_on_a_cpu():
     assert not fuses({"gate_up": None}, torch.zeros(1, 24, dtype=torch.bfloat16), context(CONFIG, 3))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_a_decode_step_attends_from_the_projection_on(qk_norm, window, monkeypatch):
+    """`attend_fused` against the path of separate operations; with the triton backend it is one op."""
+    config = dataclasses.replace(CONFIG, qk_norm=qk_norm, sliding_window=(window,))
+    p = {name: x.normal_(std=0.5) for name, x in fnllm_weights.init(config, dtype="float32")["layers"][0].items()}
+    fused, plain = context(config, 7), context(config, 7)
+    for ours, theirs in zip((*fused.cache.k, *fused.cache.v), (*plain.cache.k, *plain.cache.v), strict=True):
+        ours.copy_(theirs)
+    x = torch.randn(1, 24)
+    want = layers.attention(p, x, plain)
+    monkeypatch.setattr(layers, "on_device", lambda x, ctx: True)
+    monkeypatch.setattr(layers, "qk_norm_rope_store", None)
+    torch.testing.assert_close(layers.attention(p, x, fused), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(fused.cache.k[0], plain.cache.k[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(fused.cache.v[0], plain.cache.v[0])

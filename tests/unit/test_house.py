@@ -141,7 +141,7 @@ assert not torch.cuda.is_initialized()
 
 
 # Device functions that kernels share, and kernels' bodies; imported only by files that guard the import.
-NEED_TRITON = {"fnllm_kernels.attention_triton_pages"}
+NEED_TRITON = {"fnllm_kernels.attention_triton_heads", "fnllm_kernels.attention_triton_pages"}
 
 
 def test_help_does_not_wait_for_torch():

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fnllm
-from fnllm.numerics import Ordered, layers_for
+from fnllm.numerics import Ordered, heads_by_kernel, layers_for
 from fnllm_kernels.attention import paged_attention
 from fnllm_kernels.invariant_linear import invariant_linear
 
@@ -104,6 +104,22 @@ def test_the_default_mode_does_depend_on_the_batch(checkpoint, alone):
         assert scored.tolist() == pytest.approx([x.logprob for x in out.logprobs], abs=1e-4)
 
 
+@pytest.mark.parametrize("name", ["qwen3-tiny", "qwen2-window"])  # with and without norms of q and k
+def test_q_and_k_by_generations_kernel_are_the_plain_ones_with_their_gradients(name, checkpoint):
+    def attention(p, x, ctx):
+        return fnllm.layers.attention(p, x, ctx, heads_by_kernel)
+
+    found = []
+    for layers in (None, fnllm.Layers()._replace(attention=attention)):
+        params = checkpoint(name)
+        leaves = [p["qkv"].detach().clone().requires_grad_() for p in params.tree["layers"]]
+        tree = {**params.tree, "layers": [{**p, "qkv": x} for p, x in zip(params.tree["layers"], leaves, strict=True)]}
+        scored = fnllm.score(params._replace(tree=tree), prompts(params)[2:4], layers=layers)
+        sum(x.sum() for x in scored).backward()
+        found.append([*(x.detach() for x in scored), *(x.grad for x in leaves)])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
 def test_invariant_gradients_are_the_plain_ones(tiny):
     def gradient(numerics):
         leaf = tiny.tree["layers"][1]["gate_up"].detach().clone().requires_grad_()
@@ -187,6 +203,7 @@ def test_what_a_caller_swapped_stays_swapped():
     assert layers_for(mine, "batch_invariant").linear is max
     assert layers_for(mine, "batch_invariant").attend is not mine.attend
     assert layers_for(mine, "default") == mine
+    assert layers_for(mine, "batch_invariant", on_gpu=True)._replace(attention=mine.attention) == mine
 
 
 def test_sums_over_ranks_are_in_rank_order():
