@@ -74,9 +74,9 @@ def ablate(site: str, direction: Any) -> Edit:
 def patch(site: str, rows: Any, position: int) -> Edit:
     """Replace the activations at positions `position`, `position + 1`, ... by `rows` [n, *width] from another run."""
     rows = torch.as_tensor(rows)
-    if rows.dim() < 2:
+    if rows.dim() < 2 or len(rows) == 0:
         raise ValueError(
-            f"rows must be activations [n, *width], found shape {tuple(rows.shape)}; a single one is rows[None]"
+            f"rows must be activations [n, *width], one at least, found shape {tuple(rows.shape)}; one alone is rows[None]"
         )
     return Edit(site, replace_rows, (rows, place("position", position)))
 
