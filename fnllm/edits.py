@@ -76,7 +76,7 @@ def patch(site: str, rows: Any, position: int) -> Edit:
     rows = torch.as_tensor(rows)
     if rows.dim() < 2 or len(rows) == 0:
         raise ValueError(
-            f"rows must be activations [n, *width], one at least, found shape {tuple(rows.shape)}; one alone is rows[None]"
+            f"rows must be activations [n, *width], one at least; found {tuple(rows.shape)}; one alone is rows[None]"
         )
     return Edit(site, replace_rows, (rows, place("position", position)))
 

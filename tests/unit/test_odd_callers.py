@@ -60,7 +60,7 @@ WRONG = {
         r"made for activations of shape \(4,\); there each token's are \(\d+, \d+\)",
     ),
     "a row without an axis": (lambda: fnllm.patch(SITE, torch.ones(24), 0), ValueError, r"alone is rows\[None\]"),
-    "no rows": (lambda: fnllm.patch(SITE, torch.ones(0, 24), 0), ValueError, r"one at least, found shape \(0, 24\)"),
+    "no rows": (lambda: fnllm.patch(SITE, torch.ones(0, 24), 0), ValueError, r"one at least; found \(0, 24\)"),
     "a place before the first": (lambda: fnllm.patch(SITE, torch.ones(1, 24), -1), ValueError, "position counts from"),
     "half a place": (lambda: fnllm.steer(SITE, torch.ones(24), start=1.5), TypeError, "start must be an integer"),
     "every layer": (lambda: fnllm.steer("layers.*.q", torch.ones(24)), ValueError, "site must be one name.*each layer"),
