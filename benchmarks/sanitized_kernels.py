@@ -24,6 +24,7 @@ from fnllm_kernels.invariant_linear import invariant_linear
 from fnllm_kernels.kv_store import copy_blocks, store_kv
 from fnllm_kernels.noise import mixed_keys
 from fnllm_kernels.norm import add_rms_norm, rms_norm
+from fnllm_kernels.qk_norm_rope_attention import qk_norm_rope_attention
 from fnllm_kernels.qk_norm_rope_store import qk_norm_rope_store
 from fnllm_kernels.sample_head import sample_head, sample_logits
 from fnllm_kernels.silu_mul import silu_mul
@@ -101,6 +102,24 @@ def case_decode_attention(window: int) -> tuple:
     )  # fmt: skip
 
 
+def case_rope_attention(window: int, norm: bool) -> tuple:
+    """A decode step of two sequences and a padding row from the qkv projection on."""
+
+    def run(qkv: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+        q_norm, k_norm = rest[4:] or (None, None)
+        return qk_norm_rope_attention(
+            qkv, q_norm, k_norm, 1e-6, cos, sin, k, v, *rest[:4], num_heads=6, scale=32**-0.5, window=window
+        )
+
+    angle = normal(3, 16, dtype=torch.float32)
+    tables = torch.tensor([[2, 0, 5, 4], [3, 6, -1, -1], [-1, -1, -1, -1]], dtype=torch.int32)
+    norms = (1 + normal(32) / 4, 1 + normal(32) / 4) if norm else ()
+    return run, (
+        normal(3, 10 * 32), angle.cos(), angle.sin(), *caches(), ints(4 * 8 + 2, 6 * 8, -1, dtype=torch.int64), tables,
+        ints(0, 1, 2, 2), ints(27, 9, 0), *norms,
+    )  # fmt: skip
+
+
 def case_rope_store(norm: bool) -> tuple:
     def run(qkv: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, slots: Tensor, *norms: Tensor) -> Tensor:
         q_norm, k_norm = norms or (None, None)
@@ -135,6 +154,8 @@ def cases(fast: str) -> dict[str, tuple[Callable, tuple]]:
         "copy_blocks": (copy_blocks, (*caches(), ints(0, -1, 6), ints(3, 2, 1))),
         "qk_norm_rope_store": case_rope_store(norm=True),
         "qk_norm_rope_store, no norm": case_rope_store(norm=False),
+        "qk_norm_rope_attention": case_rope_attention(0, norm=True),
+        "qk_norm_rope_attention, no norm, window": case_rope_attention(5, norm=False),
         "rms_norm": (lambda x, w: rms_norm(x, w, 1e-6), (normal(5, 72), normal(72))),
         "add_rms_norm": (lambda x, r, w: torch.stack(add_rms_norm(x, r, w, 1e-6)), (
             normal(5, 72), normal(5, 72), normal(72))),

@@ -131,9 +131,11 @@ if triton is not None:
                 if SCHEDULED:
                     chunk = tl.load(plan)
                     first_item = tl.load(plan + HEADER + items + b)
-                    low = begin + (item - first_item) * chunk
-                    high = tl.minimum(low + chunk, length)
                     pieces = tl.cdiv(length - begin, chunk)
+                    # As many pieces as chunks of the plan's size would make, but alike: none of them is left empty.
+                    piece_keys = tl.cdiv(tl.cdiv(length - begin, pieces), BLOCK_N) * BLOCK_N
+                    low = begin + (item - first_item) * piece_keys
+                    high = tl.minimum(low + piece_keys, length)
                 if NEW:
                     newest = (high == length) & (length > 0)
                     high = tl.minimum(high, length - 1)  # the new key is none of the loop's

@@ -1,7 +1,7 @@
 """How a decode step over the paged cache is divided: items of equal length, laid down on the device once per step.
 
 Axes: B sequences, K KV heads. An item is a piece of one sequence. Many short sequences are one item each; few or long
-ones are cut so that about two items per multiprocessor exist.
+ones are cut, so that programs fill the machine.
 """
 
 from typing import NamedTuple
@@ -16,6 +16,7 @@ try:
 except ImportError:
     triton = None
 
+PROGRAMS = 2  # on a multiprocessor, beyond those that sequences of one item have
 HEADER = 4  # plan[0] is the keys per item; the rest keeps what follows aligned
 
 
@@ -41,14 +42,14 @@ def decode_tiling(dtype: torch.dtype, head_dim: int, batch: int, num_kv_heads: i
 
 
 def max_items(batch: int, num_kv_heads: int, device: torch.device) -> int:
-    """The most items a step of `batch` sequences is divided into: one each, and what two waves of programs add."""
+    """The most items a step of `batch` sequences is divided into: one each, and what fills the machine."""
     return batch + _spare_items(num_kv_heads, device)
 
 
 def _spare_items(num_kv_heads: int, device: torch.device) -> int:
     # Off CUDA only the interpreter runs these kernels; a small machine then tests the division.
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-    return -(-2 * processors // num_kv_heads)
+    return -(-PROGRAMS * processors // num_kv_heads)
 
 
 def plan_size(batch: int, num_kv_heads: int, device: torch.device) -> int:

@@ -11,6 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
+from fnllm_kernels.dependent_launch import launch_options
+
 try:
     import triton
     import triton.language as tl
@@ -55,25 +57,26 @@ class LinearTiling(NamedTuple):
     stages: int
 
 
-_FEW = 64  # up to so many rows the cuts of I run side by side, which a memory-bound product needs
+_FEW = 64  # rows of a narrow tile
 _NARROW = LinearTiling(64, 64, 64, 4, 4)
 _WIDE = LinearTiling(128, 128, 64, 8, 3)
 _PROGRAMS = 264  # about two per multiprocessor of a large GPU
+_STEP = 128  # inputs of which a cut has whole multiples, so that tiles may be as long
 
 
-def cuts(outputs: int, inputs: int, tile: LinearTiling = _NARROW) -> tuple[int, int]:
+def cuts(outputs: int, inputs: int) -> tuple[int, int]:
     """(number of cuts of the input axis, inputs per cut): a function of the weight's shape alone.
 
     >>> cuts(1024, 4096), cuts(32768, 1024)
     ((16, 256), (1, 1024))
     """
-    steps = -(-inputs // tile.inputs)
-    wanted = max(1, _PROGRAMS // -(-outputs // tile.outputs))
-    per_cut = max(4, -(-steps // wanted))
-    return -(-steps // per_cut), per_cut * tile.inputs
+    steps = -(-inputs // _STEP)
+    wanted = max(1, _PROGRAMS // -(-outputs // _NARROW.outputs))
+    per_cut = max(2, -(-steps // wanted))
+    return -(-steps // per_cut), per_cut * _STEP
 
 
-def _linear_triton(x: Tensor, weight: Tensor) -> Tensor:
+def _linear_triton(x: Tensor, weight: Tensor, pdl: bool | None = None) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     (tokens, inputs), outputs = x.shape, weight.shape[0]
@@ -81,20 +84,23 @@ def _linear_triton(x: Tensor, weight: Tensor) -> Tensor:
     if not tokens:
         return out
     count, length = cuts(outputs, inputs)
-    few = tokens <= _FEW
-    tile = _NARROW if few else _WIDE
+    tile = _NARROW if tokens <= _FEW else _WIDE
     if x.dtype == torch.float32:  # twice the bytes per element in shared memory
         tile = tile._replace(inputs=32, stages=2)
-    apart = few and count > 1
+    grid = triton.cdiv(tokens, tile.rows), triton.cdiv(outputs, tile.outputs)
+    # Side by side where the tiles alone would leave the machine idle; the sums are the same.
+    apart = count > 1 and grid[0] * grid[1] < _PROGRAMS
     target = torch.empty(count, tokens, outputs, dtype=torch.float32, device=x.device) if apart else out
-    grid = (triton.cdiv(tokens, tile.rows), triton.cdiv(outputs, tile.outputs), count if apart else 1)
-    _linear_kernel[grid](
+    options = launch_options(x.device, pdl)
+    _linear_kernel[(*grid, count if apart else 1)](
         x, weight, target, tokens, outputs, inputs, x.stride(0), weight.stride(0),
         COUNT=count, LENGTH=length, APART=apart, BLOCK_T=tile.rows, BLOCK_O=tile.outputs, BLOCK_I=tile.inputs,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, **options,
     )  # fmt: skip
     if apart:
-        _add_cuts_kernel[(triton.cdiv(tokens * outputs, 1024),)](target, out, tokens * outputs, COUNT=count, BLOCK=1024)
+        _add_cuts_kernel[(triton.cdiv(tokens * outputs, 1024),)](
+            target, out, tokens * outputs, COUNT=count, BLOCK=1024, **options
+        )
     return out
 
 
@@ -104,8 +110,11 @@ if triton is not None:
     def _linear_kernel(
         x, weight, out, tokens, outputs, inputs, x_row, weight_row,
         COUNT: tl.constexpr, LENGTH: tl.constexpr, APART: tl.constexpr,
-        BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+        BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
         t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
         o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
         rows = x + t.to(tl.int64)[:, None] * x_row
@@ -144,7 +153,10 @@ if triton is not None:
         return acc
 
     @triton.jit(do_not_specialize=["count"])
-    def _add_cuts_kernel(parts, out, count, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    def _add_cuts_kernel(parts, out, count, COUNT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         total = tl.load(parts + at, mask=at < count, other=0.0)
         for cut in range(1, COUNT):

@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from fnllm_kernels.dependent_launch import dependent_launch
 from fnllm_kernels.decode_tiles import triton
+from fnllm_kernels.dependent_launch import dependent_launch
 
 FEW = 256 * 1024  # bytes up to which words with a count are the faster
 WORDS, WARPS = 256, 4  # of a program for few bytes: a thread stores two words, 16 bytes, at a time
