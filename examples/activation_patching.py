@@ -61,13 +61,14 @@ def main(path: str | None = None, out: str = "activation_patching.png") -> None:
     figure, axes = plt.subplots(1, 3, figsize=(15, 4), sharey=True)
     for axis, site in zip(axes, ("resid_pre", "attn_out", "mlp_out"), strict=True):
         share = effects(params, clean, corrupted, answer, site)
-        axis.imshow(share.numpy(), aspect="auto", origin="lower", cmap="RdBu", vmin=-1, vmax=1)
+        image = axis.imshow(share.numpy(), aspect="auto", origin="lower", cmap="RdBu", vmin=-1, vmax=1)
         names = [repr(params.tokenizer.decode([i]))[1:-1] for i in corrupted]
         axis.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=8)
         axis.set_title(f"{site} from the clean run")
         best = divmod(int(share.argmax()), share.shape[1])
         print(f"{site:10} largest effect {share.max():5.2f} at layer {best[0]}, position {best[1]}")
     axes[0].set_ylabel("layer")
+    figure.colorbar(image, ax=axes, label="share of the answer brought back", fraction=0.02, pad=0.01)
     figure.savefig(out, dpi=120, bbox_inches="tight")
     print(f"wrote {out}")
 

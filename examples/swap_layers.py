@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fnllm
 from fnllm.layers import Layers
+from fnllm.packed_attention import packed_attention
 from fnllm.sampler import Sampled, sample
 from fnllm_kernels.attention import paged_attention
 from fnllm_kernels.kv_store import store_kv
@@ -23,6 +24,9 @@ WINDOW, SINKS = 16, 4
 
 def windowed(q: Tensor, k: Tensor, v: Tensor, ctx) -> Tensor:
     """Attention in which a token sees itself and the WINDOW - 1 tokens before it."""
+    scale = ctx.config.head_dim**-0.5
+    if ctx.cache is None:  # `score` has whole sequences and no cache
+        return packed_attention(q, k, v, ctx.batch.cu_seqlens, ctx.batch.max_seqlen, scale=scale, window=WINDOW)
     k_cache, v_cache = ctx.cache.k[ctx.layer], ctx.cache.v[ctx.layer]
     store_kv(k, v, k_cache, v_cache, ctx.batch.slots)
     return paged_attention(
@@ -33,7 +37,7 @@ def windowed(q: Tensor, k: Tensor, v: Tensor, ctx) -> Tensor:
         ctx.batch.cu_seqlens,
         ctx.batch.context_lens,
         max_seqlen_q=ctx.batch.max_seqlen,
-        scale=ctx.config.head_dim**-0.5,
+        scale=scale,
         window=WINDOW,
         backend=ctx.backend,
     )
@@ -41,17 +45,21 @@ def windowed(q: Tensor, k: Tensor, v: Tensor, ctx) -> Tensor:
 
 def windowed_with_sinks(q: Tensor, k: Tensor, v: Tensor, ctx) -> Tensor:
     """A window plus the first SINKS tokens of the sequence (Xiao et al. 2023, attention sinks), read from the pages."""
-    k_cache, v_cache = ctx.cache.k[ctx.layer], ctx.cache.v[ctx.layer]
-    store_kv(k, v, k_cache, v_cache, ctx.batch.slots)
-    batch, size = ctx.batch, k_cache.shape[1]
+    batch = ctx.batch
     back = batch.positions[:, None] - torch.arange(WINDOW, device=q.device)  # the window, newest first
     first = torch.arange(SINKS, device=q.device).expand(q.shape[0], -1)
     key = torch.cat([back, first], 1).long()
     seen = torch.cat([back >= 0, first <= back[:, -1:] - 1], 1)  # a sink inside the window counts once
-    tables = batch.block_tables[batch.entry].long()
     place = torch.minimum(key.clamp(min=0), batch.positions[:, None].long())
-    slots = (tables.gather(1, place // size) * size + place % size).clamp(min=0)
-    keys, values = (c.flatten(0, 1)[slots].transpose(1, 2) for c in (k_cache, v_cache))  # [T, K, W, D]
+    if ctx.cache is None:  # `score`: the sequences lie whole in the batch
+        slots = batch.cu_seqlens[batch.entry, None] + place
+    else:
+        k_cache, v_cache = ctx.cache.k[ctx.layer], ctx.cache.v[ctx.layer]
+        store_kv(k, v, k_cache, v_cache, batch.slots)
+        size, tables = k_cache.shape[1], batch.block_tables[batch.entry].long()
+        slots = (tables.gather(1, place // size) * size + place % size).clamp(min=0)
+        k, v = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    keys, values = (x[slots].transpose(1, 2) for x in (k, v))  # [T, K, W, D]
     grouped = q.unflatten(1, (keys.shape[1], -1))
     out = F.scaled_dot_product_attention(
         grouped, keys, values, attn_mask=seen[:, None, None], scale=ctx.config.head_dim**-0.5

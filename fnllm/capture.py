@@ -1,5 +1,6 @@
 """What to capture of a request: sites and positions, and the memory that takes, all known beforehand (pure)."""
 
+import math
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -143,13 +144,13 @@ def captured_rows(
     return np.concatenate(tokens).astype(np.int64), tuple(owners)
 
 
-def site_width(config: ModelConfig, site: str) -> int:
-    """Numbers per token at a site."""
+def site_shape(config: ModelConfig, site: str) -> tuple[int, ...]:
+    """The shape of one token's activations at a site."""
     name = site.rpartition(".")[2]
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
     if name in heads:
-        return heads[name] * config.head_dim
-    return config.vocab_size if name == "logits" else config.hidden_size
+        return heads[name], config.head_dim
+    return (config.vocab_size if name == "logits" else config.hidden_size,)
 
 
 def capture_bytes(
@@ -158,7 +159,7 @@ def capture_bytes(
     """Bytes that a request's captured activations take at most, on the model's device."""
     found = expand(config, as_capture(capture))
     read = prompt_tokens + max(0, new_tokens - 1)
-    width = sum(site_width(config, site) for site in found.sites)
+    width = sum(math.prod(site_shape(config, site)) for site in found.sites)
     return len(wanted(found, prompt_tokens, 0, read)) * width * dtype.itemsize
 
 

@@ -3,6 +3,7 @@
 What is compiled is a `Channel` (site, function, shapes); a request's values are rows of tensors that the step reads.
 """
 
+import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,14 +26,22 @@ class Edit:
     values: Any = ()  # a tensor or several; stored as a tuple
 
     def __post_init__(self) -> None:
+        if not isinstance(self.site, str) or "*" in self.site:
+            raise ValueError(
+                f"site must be one name, as in 'layers.3.resid_post', found {self.site!r}; give an edit for each layer"
+            )
+        if not isinstance(self.values, (Tensor, Iterable)):
+            raise TypeError(
+                f"values of the edit at {self.site} must be a tensor or several, found {self.values!r}; "
+                "torch.tensor makes one of a number"
+            )
         values = (self.values,) if isinstance(self.values, Tensor) else tuple(self.values)
         for index, value in enumerate(values):
             if not isinstance(value, Tensor):
                 raise TypeError(
                     f"values[{index}] of the edit at {self.site} must be a tensor, found {type(value).__name__}"
                 )
-        if not callable(self.apply):
-            raise TypeError(f"apply of the edit at {self.site} must be a function, found {type(self.apply).__name__}")
+        check_function(f"apply of the edit at {self.site}", self.apply)
         object.__setattr__(self, "values", values)
 
 
@@ -50,7 +59,7 @@ def steer(site: str, vector: Any, scale: float = 1.0, *, start: int = 0) -> Edit
 
     The vector is a tensor, or what `torch.as_tensor` takes.
     """
-    return Edit(site, add_vector, (scale * torch.as_tensor(vector), torch.tensor(start, device="cpu")))
+    return Edit(site, add_vector, (scale * torch.as_tensor(vector), place("start", start)))
 
 
 def ablate(site: str, direction: Any) -> Edit:
@@ -64,7 +73,23 @@ def ablate(site: str, direction: Any) -> Edit:
 
 def patch(site: str, rows: Any, position: int) -> Edit:
     """Replace the activations at positions `position`, `position + 1`, ... by `rows` [n, *width] from another run."""
-    return Edit(site, replace_rows, (torch.as_tensor(rows), torch.tensor(position, device="cpu")))
+    rows = torch.as_tensor(rows)
+    if rows.dim() < 2 or len(rows) == 0:
+        raise ValueError(
+            f"rows must be activations [n, *width], one at least; found {tuple(rows.shape)}; one alone is rows[None]"
+        )
+    return Edit(site, replace_rows, (rows, place("position", position)))
+
+
+def place(name: str, position: Any) -> Tensor:
+    """A position as a tensor. Raises TypeError or ValueError for what is no integer of at least 0."""
+    try:
+        number = operator.index(position)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, found {position!r}") from None
+    if number < 0:
+        raise ValueError(f"{name} counts from the first token and must be at least 0, found {number}")
+    return torch.tensor(number, device="cpu")
 
 
 def add_vector(x: Tensor, ctx: Any, vector: Tensor, start: Tensor) -> Tensor:
@@ -75,17 +100,23 @@ def add_vector(x: Tensor, ctx: Any, vector: Tensor, start: Tensor) -> Tensor:
 def remove_direction(x: Tensor, ctx: Any, direction: Tensor) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     unit = direction.to(wide)
-    return (x - (x * unit).sum(-1, keepdim=True) * unit).to(x.dtype)
+    along = (x * unit).flatten(1).sum(-1)  # heads and their width are one space
+    return (x - along.view(-1, *(1,) * (x.dim() - 1)) * unit).to(x.dtype)
 
 
 def replace_rows(x: Tensor, ctx: Any, rows: Tensor, position: Tensor) -> Tensor:
-    place = ctx.batch.positions - position
-    inside = (place >= 0) & (place < rows.shape[1])
+    row = ctx.batch.positions - position
+    inside = (row >= 0) & (row < rows.shape[1])
     token = torch.arange(x.shape[0], device=x.device)
-    return torch.where(column(inside, x), rows[token, place.clamp(0, rows.shape[1] - 1)].to(x.dtype), x)
+    return torch.where(column(inside, x), rows[token, row.clamp(0, rows.shape[1] - 1)].to(x.dtype), x)
 
 
-USUAL = (add_vector, remove_direction, replace_rows)  # their first value is as wide as the activation
+def width_given(channel: "Channel") -> tuple[int, ...] | None:
+    """The width of the activations that the values of steer, ablate and patch are made for; None for other edits."""
+    apply = getattr(channel.apply, "__wrapped__", channel.apply)  # a trial wraps it
+    if apply not in (add_vector, remove_direction, replace_rows):
+        return None
+    return channel.shapes[0][1:] if apply is replace_rows else channel.shapes[0]
 
 
 def column(mask: Tensor, x: Tensor) -> Tensor:
@@ -104,7 +135,7 @@ def edits_of_each(edits: Any, count: int) -> list[tuple[Edit, ...]]:
     each = [(one,) if isinstance(one, Edit) else tuple(one or ()) for one in given]
     for index, some in enumerate(each):
         if not all(isinstance(edit, Edit) for edit in some):
-            raise TypeError(f"edits[{index}] must be an Edit, several, or None; found {given[index]!r}")
+            raise TypeError(f"edits[{index}] must be an Edit, several, or None; found {kind_of(given[index])}")
     if len(each) != count:
         raise ValueError(
             f"{count} prompts and {len(each)} lists of edits; give edits for all prompts, or one list for each"
@@ -162,6 +193,24 @@ def edit_key(edits: Sequence[Edit]) -> Hashable:
 def content(x: Tensor) -> bytes:
     """The bytes of a tensor."""
     return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def check_function(where: str, function: Any) -> None:
+    """Raise TypeError for what cannot be called, or cannot be a key: steps and cached prefixes are kept by function."""
+    if not callable(function):
+        raise TypeError(f"{where} must be a function, found {kind_of(function)}")
+    try:
+        hash(function)
+    except TypeError:
+        raise TypeError(
+            f"{where} must be hashable, since steps and cached prefixes are kept by it, and {name_of(type(function))} "
+            "is not; define it with @dataclass(frozen=True), or with __hash__ beside __eq__"
+        ) from None
+
+
+def kind_of(x: Any) -> str:
+    """A value for an error message; of what may be long its type alone."""
+    return repr(x) if isinstance(x, (str, int, float, type(None))) else type(x).__name__
 
 
 def name_of(function: Callable) -> str:

@@ -30,7 +30,7 @@ from fnllm.readback import Readback, read_back
 from fnllm.sampler import child_seed, features_of
 from fnllm.sampling import Sampling, check_sampling, check_seed
 from fnllm.scheduler import Events, Finished, Plan, Request, SchedulerConfig
-from fnllm.state import State
+from fnllm.state import State, check_state
 from fnllm.tensor_parallel import TensorParallel
 from fnllm_weights import Params
 
@@ -145,7 +145,7 @@ class Engine:
             min_tokens=sampling.min_tokens,
             stop_token_ids=stops,
             cache_key=scheduler.make_cache_key(
-                params=self.machine.version_of(self.params) if version is None else version,
+                params=self.machine.version_of(self.params, self.variant) if version is None else version,
                 layers=self.variant.layers,
                 edits=edit_key(edits),
                 tag=cache_tag,
@@ -186,6 +186,7 @@ class Engine:
 
         Threads may launch at the same time: each step has the machine to itself.
         """
+        check_state(state)
         with self.machine.lock, set_aside(self.machine.device):
             return self.launch_alone(state)
 
@@ -284,7 +285,7 @@ def engine(
     """
     check_params_given(params)
     edits, capture = tuple(edits), expand(params.config, as_capture(capture))
-    variant = Variant(check_layers(layers), channels_of([edits]), union_of_sites([capture]))
+    variant = Variant(check_layers(layers, params.config), channels_of([edits]), union_of_sites([capture]))
     machine = machine_for(params, variant, tp, report, EngineOptions(**options))
     return Engine(params, machine, variant, edits, capture)
 
@@ -292,12 +293,14 @@ def engine(
 def weights_changed(params: Params) -> None:
     """Say that weights were written in a way that PyTorch does not count; no prefix cached so far is found again.
 
+    Those that swapped functions and edits hold are among them.
+
     Such ways are `weight.data`, a tensor made or written under `torch.inference_mode`, and code that writes to a
     weight's memory by itself. Any other write is noticed.
     """
     for machine in (params.workspace or {}).values():
         if machine is not None:
-            machine.seen_leaves = []
+            machine.seen = {}
 
 
 def machine_for(

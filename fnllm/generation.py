@@ -104,7 +104,7 @@ def serve(
     the last of each request is, and the machine is nobody else's until then.
     """
     check_params_given(params)
-    layers = check_layers(layers)
+    layers = check_layers(layers, params.config)
     if seed is not None:
         seed = check_seed("seed", seed)
     seed = agree(
@@ -151,7 +151,7 @@ def hand_in(
     """
     params, machine = worker.params, worker.machine
     state = replace(machine.idle, variant=worker.variant) if machine.idle else worker.init()
-    version = machine.version_of(params)
+    version = machine.version_of(params, worker.variant)
     tracks: dict[int, Track] = {}
     refused: list[Chunk] = []
     for index, (ids, setting) in enumerate(zip(prompts, settings, strict=True)):

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fnllm.context import Context
+from fnllm.edits import check_function
 from fnllm.packed_attention import packed_attention
 from fnllm.rope import apply_rope
 from fnllm.sampler import Sampled, sample
@@ -25,6 +26,7 @@ from fnllm_kernels.qk_norm_rope_attention import qk_norm_rope_attention
 from fnllm_kernels.qk_norm_rope_store import qk_norm_rope_store
 from fnllm_kernels.silu_mul import silu_mul
 from fnllm_kernels.small_linear import small_linear
+from fnllm_weights import ModelConfig
 
 
 def embed(p: Float[Tensor, "V H"], token_ids: Int[Tensor, " T"], ctx: Context) -> Float[Tensor, "T H"]:
@@ -222,11 +224,14 @@ def chosen_experts(
 
 def lm_head(p: Float[Tensor, "V H"], x: Float[Tensor, "B H"], ctx: Context) -> Float[Tensor, "B V"]:
     """This rank's logits, for the rows that need them only."""
-    return ctx.tap("logits", ctx.layers.linear(p, x, ctx))
+    return ctx.layers.linear(p, x, ctx)
 
 
-def check_layers(layers: Any) -> "Layers":
-    """The layers that a caller means, None being the usual ones; TypeError that names what is no function."""
+def check_layers(layers: Any, config: ModelConfig) -> "Layers":
+    """The layers that a caller means, None being the usual ones.
+
+    Raises TypeError that names what is no function, ValueError for a feed-forward that this model has nowhere.
+    """
     if layers is None:
         return Layers()
     if not isinstance(layers, Layers):
@@ -234,8 +239,11 @@ def check_layers(layers: Any) -> "Layers":
             f"layers must be a fnllm.Layers, as in fnllm.Layers()._replace(mlp=mine); found {type(layers).__name__}"
         )
     for name, function in zip(layers._fields, layers, strict=True):
-        if not callable(function):
-            raise TypeError(f"layers.{name} must be a function, found {function!r}")
+        check_function(f"layers.{name}", function)
+    if layers.mlp is not mlp and layers.moe is moe and all(config.sparse_layers):
+        raise ValueError("layers.mlp would never run: every layer of this model has experts; swap moe")
+    if layers.moe is not moe and layers.mlp is mlp and not any(config.sparse_layers):
+        raise ValueError("layers.moe would never run: no layer of this model has experts; swap mlp")
     return layers
 
 

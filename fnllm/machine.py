@@ -4,7 +4,7 @@ last wrote each block. It holds no request and decides nothing; plans come from 
 import dataclasses
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from fnllm.capture import NOTHING, Capture
 from fnllm.compiled import Resident, StepRunner
 from fnllm.distributed import least
 from fnllm.edits import Channel, Edit
+from fnllm.held import Seen, held_tensors, look, tensors_of
 from fnllm.layers import Layers
 from fnllm.numerics import exchanges_for, layers_for
 from fnllm.options import Settings, blocks_for_load
@@ -88,8 +89,9 @@ class Machine:
         self.idle: State | None = None  # where the last `generate` ended, with its prefix cache
         self.name = uuid.uuid4().hex  # states say whose cache they count on
         self.lock = threading.RLock()  # held by the thread whose step, or whose whole call, is running
-        self.seen_leaves: list[tuple[torch.Tensor, int]] = []
-        self.params_version = 0
+        # Weights (None) and what variants' functions hold, at the last look, and the number of their last change.
+        self.seen: dict[Variant | None, tuple[Seen, int]] = {}
+        self.changes = 0
 
     def __reduce__(self) -> tuple:
         """A copy of params, or a pickle, holds None in a machine's place: it builds its own when it first needs one."""
@@ -133,18 +135,35 @@ class Machine:
             )
         self.report(f"captured activations take at most {needed / 1e6:.1f} MB on {self.device}")
 
-    def version_of(self, params: Params) -> int:
+    def version_of(self, params: Params, variant: Variant) -> int:
         """A number that changes whenever a weight does: another tensor, or the same one written in place.
 
-        Reads no weight: PyTorch counts the writes to a tensor, but for those through `.data` or in inference mode, of
-        which `weights_changed` has to be told.
+        Tensors that the variant's functions hold are weights like those of `params`. Reads none: PyTorch counts the
+        writes to a tensor, but for those through `.data` or in inference mode, of which `weights_changed` has to be
+        told.
         """
-        leaves = [(leaf, -1 if leaf.is_inference() else leaf._version) for leaf in tensors_of(params.tree)]
-        seen = self.seen_leaves
-        if len(leaves) != len(seen) or any(a is not b or x != y for (a, x), (b, y) in zip(leaves, seen, strict=True)):
-            self.seen_leaves = leaves
-            self.params_version += 1
-        return self.params_version
+        version = self.last_change(None, list(tensors_of(params.tree)))
+        own = [mine for mine, usual in zip(variant.layers, Layers(), strict=True) if mine is not usual]
+        held = held_tensors((*own, *(channel.apply for channel in variant.edits)))
+        return max(version, self.last_change(variant._replace(capture=()), held)) if held else version
+
+    def last_change(self, of: Variant | None, leaves: list[torch.Tensor]) -> int:
+        """When these tensors last differed from those seen before, as a count of all such changes."""
+        now, (before, change) = look(leaves), self.seen.get(of, (None, 0))
+        if before is not None and (before.places, before.writes) == (now.places, now.writes):
+            return change
+        if before is not None and before.places != now.places and of is not None:
+            self.drop_graphs(of)
+        self.changes += 1
+        self.seen[of] = now, self.changes
+        return self.changes
+
+    def drop_graphs(self, variant: Variant) -> None:
+        """Let the variant's steps be captured anew: their graphs hold the addresses of what its functions held."""
+        layers = layers_for(variant.layers, self.settings.numerics)
+        for spec, runner in self.runners.items():
+            if (spec.layers, spec.edits) == (layers, variant.edits):
+                runner.graphs.clear()
 
     def execute(
         self, params: Params, variant: Variant, plan: Plan, job_of: Callable[[int], Job], captured: np.ndarray
@@ -299,9 +318,12 @@ class Machine:
         if spec not in self.runners:
             rows = self.resident.rows._replace(edits=self.choices_of(variant.edits))
             functions = variant._replace(capture=())
-            if functions not in self.tried and functions != Variant():
-                try_step(tree, self.resident._replace(rows=rows), spec, traced=self.settings.traced)
-                self.tried.add(functions)
+            # A sampler of one's own must give what each kind of request asks of it.
+            asked = (variant, None if variant.layers.sample is Layers().sample else features.logprobs)
+            if asked not in self.tried and functions != Variant():
+                traced = self.settings.traced and functions not in self.tried
+                try_step(tree, self.resident._replace(rows=rows), spec, traced=traced)
+                self.tried |= {asked, functions}
             self.runners[spec] = StepRunner(spec, self.resident._replace(rows=rows), self.settings, self.report)
         self.last_runner = (variant, features, self.runners[spec])
         return self.runners[spec]
@@ -319,15 +341,6 @@ class Machine:
             for bucket in common_buckets(self.settings):
                 empty = padding(bucket.entries, bucket.tokens, None, scratch)
                 runner(params.tree, empty, max_context=bucket.max_context, capture=True)
-
-
-def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of a tree of dicts, lists and tuples; a weight may be several, as quantised ones are."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    else:
-        for part in tree.values() if isinstance(tree, dict) else tree:
-            yield from tensors_of(part)
 
 
 def looks_back(sampling: Sampling) -> bool:

@@ -35,6 +35,11 @@ def forward(tree: ParamTree, ctx: Context) -> Float[Tensor, "T H"]:
     return ctx.tap("final_norm", hidden)
 
 
+def head_logits(tree: ParamTree, hidden: Float[Tensor, "B H"], ctx: Context) -> Float[Tensor, "B V"]:
+    """This rank's logits of some hidden states, seen at the site `logits` whatever `lm_head` is."""
+    return ctx.tap("logits", ctx.layers.lm_head(tree["lm_head"], hidden, ctx))
+
+
 def tapped_add_norm(
     weight: Float[Tensor, " H"], x: Float[Tensor, "T H"], residual: Float[Tensor, "T H"] | None, site: str, ctx: Context
 ) -> tuple[Float[Tensor, "T H"], Float[Tensor, "T H"]]:

@@ -81,20 +81,26 @@ class Substitute(torch.autograd.Function):
     """One function's value with another's gradient: the two differ only in rounding."""
 
     @staticmethod
-    def forward(ctx, value: Callable[..., Tensor], smooth: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        ctx.smooth = smooth
-        ctx.save_for_backward(*tensors)
+    def forward(value: Callable[..., Tensor], smooth: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         return value(*tensors)
 
     @staticmethod
+    def setup_context(ctx, inputs: tuple, output: Tensor) -> None:
+        _, ctx.smooth, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
     def backward(ctx, grad: Tensor) -> tuple:
-        with torch.enable_grad():
-            given = zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
-            tensors = [t.detach().requires_grad_(needed) for t, needed in given]
-            y = ctx.smooth(*tensors)
-        wanted = [t for t in tensors if t.requires_grad]
-        found = iter(torch.autograd.grad(y, wanted, grad))
-        return None, None, *(next(found) if t.requires_grad else None for t in tensors)
+        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
+
+        def of_needed(*some: Tensor) -> Tensor:
+            left = iter(some)
+            return ctx.smooth(*(next(left) if need else t for t, need in zip(tensors, needed, strict=True)))
+
+        # By torch.func, so that it can be differentiated again, by torch.func too.
+        pull = torch.func.vjp(of_needed, *(t for t, need in zip(tensors, needed, strict=True) if need))[1]
+        found = iter(pull(grad))
+        return None, None, *(next(found) if need else None for need in needed)
 
 
 def linear(p: Float[Tensor, "O I"], x: Float[Tensor, "... I"], ctx: Context) -> Float[Tensor, "... O"]:

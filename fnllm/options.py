@@ -97,7 +97,7 @@ def positive(name: str, value: Any) -> int:
 def resolve(options: EngineOptions, config: ModelConfig, on_gpu: bool) -> Settings:
     """What the options mean for this model on this kind of device.
 
-    Raises ValueError for a `max_model_len` beyond the positions that the model was made for.
+    Raises ValueError for a `max_model_len` beyond the positions that the model was made for, and for graphs on a CPU.
     """
     limit = context_limit(config)
     if limit is not None and (options.max_model_len or 0) > limit:
@@ -105,6 +105,10 @@ def resolve(options: EngineOptions, config: ModelConfig, on_gpu: bool) -> Settin
             f"max_model_len={options.max_model_len} is more than the {limit} positions this model was made for "
             f"(max_position_embeddings={config.max_position_embeddings}, rope scaling {config.rope.rope_type!r}); "
             f"beyond them its text falls apart: use {limit} or less, or a config with a rope scaling that reaches it"
+        )
+    if options.compile in CAPTURED_MODES and not on_gpu:
+        raise ValueError(
+            f"compile={options.compile!r} replays CUDA graphs and the parameters are on a CPU; use 'inductor' or 'none'"
         )
     invariant = options.numerics == "batch_invariant"
     fastest = "none" if not on_gpu else "graphs" if invariant else "reduce-overhead"

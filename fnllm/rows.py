@@ -82,24 +82,22 @@ def empty_choices(channels: Sequence[Channel], count: int, device: torch.device)
 def choices_of(
     channels: Sequence[Channel], edits: Sequence[Sequence[Edit]], device: torch.device
 ) -> tuple[Choice, ...]:
-    """The choices of a batch of sequences; differentiable with respect to the edits' values."""
-    places = [placed(chosen, channels) for chosen in edits]
-    return tuple(
-        Choice(
-            torch.tensor([place[index] is not None for place in places], device=device),
-            tuple(
-                torch.stack(
-                    [
-                        torch.zeros(shape, dtype=dtype, device=device) if place[index] is None
-                        else place[index].values[at].to(device)
-                        for place in places
-                    ]
-                )
-                for at, (shape, dtype) in enumerate(zip(channel.shapes, channel.dtypes, strict=True))
-            ),
+    """The choices of a batch of sequences; differentiable with respect to the edits' values.
+
+    Every channel has a sequence that uses it. The others get its values rather than zeros: where the function divides
+    by them, what is left out by its mask would still turn the gradient to NaN.
+    """
+
+    def choice(chosen: list[Edit | None]) -> Choice:
+        anyone = next(edit for edit in chosen if edit is not None)
+        values = zip(*((edit or anyone).values for edit in chosen), strict=True)
+        return Choice(
+            torch.tensor([edit is not None for edit in chosen], device=device),
+            tuple(torch.stack([value.to(device) for value in of_each]) for of_each in values),
         )
-        for index, channel in enumerate(channels)
-    )
+
+    places = [placed(chosen, channels) for chosen in edits]
+    return tuple(choice([place[index] for place in places]) for index in range(len(channels)))
 
 
 def write_choices(

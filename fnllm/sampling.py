@@ -113,6 +113,12 @@ class Sampling:
         if self.logits_fn is not None and not callable(self.logits_fn):
             raise TypeError(f"logits_fn must be a function (logits, history) -> logits or None, "
                             f"found {_shown(self.logits_fn)}")
+        try:
+            hash(self.logits_fn)
+        except TypeError:
+            raise TypeError(f"logits_fn must be hashable, since compiled steps are kept by it, and "
+                            f"{type(self.logits_fn).__name__} is not; define it with @dataclass(frozen=True), or with "
+                            "__hash__ beside __eq__") from None
 
 
 def check_sampling(sampling: Any, *, vocab_size: int, has_tokenizer: bool = True) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch._C._functorch import maybe_current_level
 from torch.utils.checkpoint import checkpoint as recompute
 
 from fnllm.batch import Batch
@@ -16,7 +17,7 @@ from fnllm.context import Context
 from fnllm.distributed import world
 from fnllm.edits import Edit, channels_of, edits_of_each
 from fnllm.layers import Layers, check_layers
-from fnllm.model import forward
+from fnllm.model import forward, head_logits
 from fnllm.numerics import BACKEND, check_numerics, exchanges_for, layers_for
 from fnllm.prompts import check_params_given, normalise
 from fnllm.rope import Rope, make_rope, rope_tables
@@ -24,7 +25,7 @@ from fnllm.rows import choices_of
 from fnllm.sampler import log_normaliser, masked_logits, token_logprobs, top_tokens
 from fnllm.taps import Taps, no_taps, whole_site, whole_sites
 from fnllm.tensor_parallel import SINGLE, TensorParallel
-from fnllm.trial import watched_layers
+from fnllm.trial import check_reached, watched_edits, watched_layers
 from fnllm_weights import Params, ParamTree, local_sizes
 
 HEAD_ROWS = 1024  # rows of logits that exist at a time
@@ -124,9 +125,11 @@ def passes(
 ) -> Iterator[Pass]:
     """Packed forward passes over the sequences, in order."""
     check_numerics(numerics)
+    if checkpoint and in_torch_func():
+        raise ValueError("checkpoint=True cannot run inside torch.func; leave it out, or use backward()")
     device = params.tree["norm"].device
     rope = make_rope(params.config, device)
-    layers = layers_for(watched_layers(check_layers(layers)), numerics)
+    layers = layers_for(watched_layers(check_layers(layers, params.config)), numerics)
     layers = checkpointed(layers) if checkpoint else layers
     tp = exchanges_for(tp or world(params.shard), numerics)
     chosen = edits_of_each(edits, len(ids))
@@ -141,9 +144,13 @@ def passes(
             tokens.append(first + wanted(captures[i], length, 0, length))
             first += length
         taps = packed_taps([chosen[i] for i in group], union_of_sites(captures[i] for i in group), device)
-        taps = taps._replace(tokens=torch.from_numpy(np.concatenate(tokens)).to(device))
+        reached, sites = {"logits"}, (*taps.capture, *(channel.site for channel in taps.edits))
+        index = torch.from_numpy(np.concatenate(tokens)).to(device)
+        taps = taps._replace(tokens=index, edits=watched_edits(taps.edits, reached))
         ctx = context(params, batch, layers, taps, tp)
-        yield Pass(group, ctx, forward(params.tree, ctx))
+        hidden = forward(params.tree, ctx)
+        check_reached(layers, sites, reached | (taps.captured or {}).keys())
+        yield Pass(group, ctx, hidden)
 
 
 def packs(lengths: Sequence[int], limit: int) -> list[list[int]]:
@@ -248,15 +255,20 @@ def by_head(
 
     def run(rows: Tensor, index: Tensor, wanted: Tensor) -> Any:
         at = quiet._replace(batch=ctx.batch.take(index))
-        return use(ctx.layers.lm_head(tree["lm_head"], rows, at), wanted)
+        return use(head_logits(tree, rows, at), wanted)
 
     index = torch.arange(hidden.shape[0], device=hidden.device)
     parts = zip(hidden.split(HEAD_ROWS), index.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True)
     for part in parts:
-        if torch.is_grad_enabled() and hidden.shape[0] > HEAD_ROWS:
+        if torch.is_grad_enabled() and hidden.shape[0] > HEAD_ROWS and not in_torch_func():
             yield recompute(run, *part, use_reentrant=False)
         else:
             yield run(*part)
+
+
+def in_torch_func() -> bool:
+    """Whether a transform of torch.func is at work, in which nothing can be recomputed."""
+    return maybe_current_level() is not None
 
 
 def with_captured(
@@ -268,7 +280,7 @@ def with_captured(
     if "logits" in ctx.taps.capture:
         index = ctx.taps.tokens
         at = ctx._replace(batch=ctx.batch.take(index), taps=ctx.taps._replace(capture=()))
-        logits = ctx.layers.lm_head(tree["lm_head"], one.hidden[index], at)
+        logits = head_logits(tree, one.hidden[index], at)
         found["logits"] = whole_site("logits", logits, ctx.config, ctx.tp)
     results, first = [], 0
     for values, capture, length in zip(logprobs, captures, lengths, strict=True):

@@ -5,13 +5,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fnllm import scheduler
+from fnllm.capture import needs_whole_prompt
 from fnllm.prompts import check_ids
 from fnllm.sampler import child_seed
 from fnllm.sampling import check_seed
 from fnllm.scheduler import Request, SchedulerState
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class State:
     """All requests of an engine and where their cache blocks lie; any state may be kept and continued later.
 
@@ -24,10 +25,18 @@ class State:
     vocab_size: int | None = None  # tokens that are appended must be below it
     machine: str = ""  # whose cache that is
 
+    def __repr__(self) -> str:
+        now = scheduler.metrics(self.scheduler)
+        return f"State({now.running} running, {now.waiting} waiting, {now.kept} kept; fnllm.show prints the blocks)"
+
 
 def add(state: State, request: Request) -> tuple[State, int]:
     """Queue a request; returns its sequence's id. Raises ValueError if it can never fit."""
-    return _with_id(state, scheduler.add(state.scheduler, request))
+    check_state(state)
+    if not isinstance(request, Request):
+        raise TypeError(f"request must be what engine.request returns, found {type(request).__name__}")
+    planned, seq_id = scheduler.add(state.scheduler, request)
+    return replace(state, scheduler=planned), seq_id
 
 
 def fork(state: State, seq_id: int, *, seed: int | None = None) -> tuple[State, int]:
@@ -35,6 +44,7 @@ def fork(state: State, seq_id: int, *, seed: int | None = None) -> tuple[State, 
 
     A draw depends on seed, position and logits alone: without a seed of its own the fork goes on as its parent does.
     """
+    check_state(state)
     if seed is not None:
         seed = check_seed("seed", seed)
     planned, new_id = scheduler.fork(state.scheduler, seq_id)
@@ -50,38 +60,53 @@ def append(state: State, seq_id: int, tokens: Sequence[int] = (), *, max_tokens:
 
     Raises ValueError for ids outside the vocabulary, and for more tokens than can ever run.
     """
+    check_state(state)
     if not isinstance(tokens, Iterable):
         raise TypeError(f"tokens must be a list of token ids, found {type(tokens).__name__} {tokens!r}")
     tokens = tuple(tokens)
     if tokens and state.vocab_size is not None:
         tokens = check_ids("tokens", tokens, state.vocab_size)
-    return replace(state, scheduler=scheduler.append(state.scheduler, seq_id, tokens, max_tokens))
+    planned = scheduler.append(state.scheduler, seq_id, tokens, max_tokens)
+    sequence = planned.sequences[seq_id]
+    if needs_whole_prompt(sequence.request.payload.capture, sequence.prompt_len):
+        # The new tokens are captured, so they must be computed, not found.
+        alone = replace(sequence, request=replace(sequence.request, use_cache=False), numbers=())
+        planned = replace(planned, sequences=planned.sequences.set(seq_id, alone))
+    return replace(state, scheduler=planned)
 
 
 def truncate(state: State, seq_id: int, length: int) -> State:
     """Cut a sequence back to its first `length` tokens."""
+    check_state(state)
     return replace(state, scheduler=scheduler.truncate(state.scheduler, seq_id, length))
 
 
 def finish(state: State, seq_id: int, reason: str) -> State:
     """End a sequence; a kept one stays addressable."""
+    check_state(state)
     return replace(state, scheduler=scheduler.finish(state.scheduler, seq_id, reason))
 
 
 def abort(state: State, seq_id: int) -> State:
     """Drop a sequence and everything known of it."""
+    check_state(state)
     return replace(state, scheduler=scheduler.abort(state.scheduler, seq_id))
 
 
 def tokens(state: State, seq_id: int) -> tuple[int, ...]:
     """The known tokens of a sequence, prompt and output."""
+    check_state(state)
     return scheduler.tokens(state.scheduler, seq_id)
 
 
 def show(state: State) -> str:
     """Block tables, and who shares what, for a person to read."""
+    check_state(state)
     return scheduler.show(state.scheduler)
 
 
-def _with_id(state: State, result: tuple[SchedulerState, int]) -> tuple[State, int]:
-    return replace(state, scheduler=result[0]), result[1]
+def check_state(state: Any) -> None:
+    """Raise TypeError for what is no state, such as the pair that a function returned."""
+    if not isinstance(state, State):
+        advice = ": it comes first in what add, fork and engine.step return" if isinstance(state, tuple) else ""
+        raise TypeError(f"state must be a fnllm.State, found {type(state).__name__}{advice}")

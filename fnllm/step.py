@@ -12,7 +12,7 @@ from fnllm.cache import KVCache
 from fnllm.context import Context
 from fnllm.edits import Channel
 from fnllm.layers import Layers
-from fnllm.model import forward
+from fnllm.model import forward, head_logits
 from fnllm.rope import Rope
 from fnllm.sampler import Sampled, SamplerFeatures, take_history, take_rows
 from fnllm.taps import Taps, whole_sites
@@ -80,14 +80,14 @@ def step(
         taps=Taps(spec.capture, spec.edits, entry_choices(rows, inputs.row), inputs.captured, captured),
     )
     hidden = forward(tree, ctx)
-    logits = entry_logits(tree["lm_head"], hidden, inputs, ctx)
+    logits = entry_logits(tree, hidden, inputs, ctx)
     sampled = draw(logits, rows, inputs, batch.context_lens, spec)
     moved = advance(rows, inputs, sampled.ids, keep_history=looks_back(spec.features))
     return moved, StepOutput(sampled, whole_sites(captured, spec.config, spec.tp))
 
 
 def entry_logits(
-    head: Float[Tensor, "V H"], hidden: Float[Tensor, "T H"], inputs: StepInputs, ctx: Context
+    tree: ParamTree, hidden: Float[Tensor, "T H"], inputs: StepInputs, ctx: Context
 ) -> Float[Tensor, "B V"]:
     """Logits of each entry's last token; where logits are captured, those tokens pass the head behind them."""
     count = inputs.row.shape[0]
@@ -99,7 +99,7 @@ def entry_logits(
         ctx = ctx._replace(taps=ctx.taps._replace(tokens=behind))
     if index is not None:
         hidden, ctx = hidden[index], ctx._replace(batch=ctx.batch.take(index))
-    return ctx.layers.lm_head(head, hidden, ctx)[:count]
+    return head_logits(tree, hidden, ctx)[:count]
 
 
 def plan_attention(

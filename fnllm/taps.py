@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from fnllm.edits import USUAL, Channel, name_of
+from fnllm.edits import Channel, name_of, width_given
 from fnllm.tensor_parallel import TensorParallel
 from fnllm_weights import ModelConfig, Shard, local_sizes
 
@@ -62,11 +62,11 @@ def edited(x: Tensor, channel: Channel, choice: Choice, ctx: "Context") -> Tenso
     Raises ValueError when the function gives another shape or dtype.
     """
     entry = ctx.batch.entry
-    own = getattr(channel.apply, "__wrapped__", channel.apply) in USUAL  # a trial wraps it
-    if own and channel.shapes[0][-1:] != x.shape[-1:]:
+    width = width_given(channel)
+    if width is not None and width != tuple(x.shape[1:]):
         raise ValueError(
-            f"the edit {name_of(channel.apply)} at {channel.site} has values of shape {channel.shapes[0]}; activations "
-            f"there are {x.shape[-1]} wide"
+            f"the edit {name_of(channel.apply)} at {channel.site} is made for activations of shape {width}; there each "
+            f"token's are {tuple(x.shape[1:])}"
         )
     y = channel.apply(x, ctx, *(values[entry] for values in choice.values))
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:

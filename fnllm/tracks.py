@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fnllm.capture import NOTHING, Capture, CapturedRows
+from fnllm.capture import NOTHING, Capture, CapturedRows, site_shape
 from fnllm.completion import Chunk, Completion, Timings, TokenLogprob
 from fnllm.engines import StepEvents
 from fnllm.sampling import Sampling
@@ -32,7 +32,7 @@ class Track:
     shown: list[str] = field(default_factory=list)
     cached: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    captured: dict[str, list[Tensor]] = field(default_factory=dict)
+    captured: dict[str, list[Tensor]] = field(default_factory=dict)  # of each site the rows so far, at first none
     captured_at: list[int] = field(default_factory=list)  # positions, rising
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     capture: Capture = NOTHING
@@ -50,7 +50,10 @@ def track(
 ) -> Track:
     """The track of a request that was just added."""
     text = text_output.begin(params.tokenizer, sampling)
-    return Track(index, sample, prompt, sampling, text, now, live or bool(sampling.stop), capture=capture)
+    weight = params.tree["norm"]
+    none = {site: [weight.new_empty(0, *site_shape(params.config, site))] for site in capture.sites}
+    live = live or bool(sampling.stop)
+    return Track(index, sample, prompt, sampling, text, now, live, captured=none, capture=capture)
 
 
 def start(plan: Plan, tracks: dict[int, Track], now: float) -> None:
@@ -159,17 +162,13 @@ def keep_captured(one: Track, rows: CapturedRows, captured: dict[str, Tensor]) -
     first = rows.first + len(rows.positions) - len(new)
     one.captured_at += new.tolist()
     for site in one.capture.sites:
-        one.captured.setdefault(site, []).append(captured[site][first : first + len(new)])
+        one.captured[site].append(captured[site][first : first + len(new)])
 
 
 def captured_until(one: Track, length: int) -> dict:
     """The captured activations of the first `length` tokens, as fields of a completion."""
     at = tuple(position for position in one.captured_at if position < length)
-    sites = {
-        site: torch.cat(one.captured[site])[: len(at)] if site in one.captured else torch.empty(0)
-        for site in one.capture.sites
-    }
-    return {"captured": sites, "captured_at": at}
+    return {"captured": {site: torch.cat(parts)[: len(at)] for site, parts in one.captured.items()}, "captured_at": at}
 
 
 def token_logprob(step: StepEvents, entry: int, count: int) -> TokenLogprob:

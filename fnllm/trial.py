@@ -6,7 +6,7 @@ variant of the layers, so steps themselves carry no checks. A `logits_fn` is tri
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fnllm.batch import StepInputs
 from fnllm.compiled import Resident
-from fnllm.edits import name_of
+from fnllm.edits import Channel, name_of
 from fnllm.layers import Layers
 from fnllm.sampler import History, Sampled, SamplerFeatures
 from fnllm.step import StepSpec, step
@@ -41,9 +41,12 @@ def try_step(tree: ParamTree, resident: Resident, spec: StepSpec, *, traced: boo
         entry=torch.full((TOKENS,), TOKENS, device=device),
         captured=torch.zeros(1, dtype=torch.int64, device=device),
     )
-    edits = tuple(c._replace(apply=watched(f"the edit at {c.site}", c.apply, None, None)) for c in spec.edits)
-    spec = replace(spec, layers=watched_layers(spec.layers, traced=traced), edits=edits)
-    step(tree, resident.cache, resident.rows, inputs, resident.rope, spec=spec, max_seqlen=TOKENS)
+    reached: set[str] = set()
+    edits = watched_edits(spec.edits, reached, spec.layers if traced else None)
+    trial = replace(spec, layers=watched_layers(spec.layers, traced=traced), edits=edits)
+    _, output = step(tree, resident.cache, resident.rows, inputs, resident.rope, spec=trial, max_seqlen=TOKENS)
+    sites = (*spec.capture, *(channel.site for channel in spec.edits))
+    check_reached(spec.layers, sites, reached | output.captured.keys())
 
 
 def try_logits_fn(
@@ -51,12 +54,6 @@ def try_logits_fn(
 ) -> None:
     """Call a request's logits_fn on some logits and a history of one token each; raises as `try_step`."""
     logits = torch.linspace(-4, 4, TOKENS * vocab_size, dtype=torch.float32, device=device).view(TOKENS, vocab_size)
-    try:
-        inspect.signature(function).bind(None, None)
-    except TypeError as error:
-        raise TypeError(f"logits_fn ({name_of(function)}) is called with (logits, history): {error}") from None
-    except ValueError:  # a builtin that does not tell
-        pass
     one = torch.ones(TOKENS, dtype=torch.int64, device=device)
     history = History(torch.zeros(TOKENS, 8, dtype=torch.int32, device=device), one, one.clone())
     with torch.no_grad():
@@ -75,6 +72,35 @@ def watched_layers(layers: Layers, *, traced: bool = False) -> Layers:
     return layers._replace(**changed)
 
 
+def watched_edits(
+    channels: Sequence[Channel], reached: set[str], traced: Layers | None = None
+) -> tuple[Channel, ...]:
+    """The channels with every function watched; the sites at which one is called are put into `reached`."""
+
+    def watch(channel: Channel) -> Channel:
+        run = watched(f"the edit at {channel.site}", channel.apply, None, traced)
+
+        @functools.wraps(channel.apply)
+        def apply(x: Tensor, ctx: Any, *values: Tensor) -> Tensor:
+            reached.add(channel.site)
+            return run(x, ctx, *values)
+
+        return channel._replace(apply=apply)
+
+    return tuple(watch(channel) for channel in channels)
+
+
+def check_reached(layers: Layers, sites: Iterable[str], reached: Collection[str]) -> None:
+    """Raise ValueError for a site that a swapped attention leaves out: there nothing is captured, and no edit acts."""
+    for site in sites:
+        if site not in reached:
+            name = site.rpartition(".")[2]
+            raise ValueError(
+                f"nothing passes the site {site}: layers.attention ({name_of(layers.attention)}) leaves it out; write "
+                f"{name} = ctx.tap({name!r}, {name}) in it, or capture and edit elsewhere"
+            )
+
+
 def watched(
     where: str, function: Callable[..., Any], expected: Callable[..., Any] | None, traced: Layers | None
 ) -> Callable[..., Any]:
@@ -84,7 +110,7 @@ def watched(
     @functools.wraps(function)
     def run(*args: Any, **named: Any) -> Any:
         before = [(name, x, version(x)) for name, x in leaves(args)]
-        y = function(*args, **named)
+        y = call(called, function, expected, args, named)
         for name, x, seen in before:
             if version(x) != seen:
                 raise RuntimeError(
@@ -100,6 +126,29 @@ def watched(
         return y
 
     return run
+
+
+def call(
+    called: str, function: Callable[..., Any], expected: Callable[..., Any] | None, args: tuple, named: dict
+) -> Any:
+    """The function's result; TypeError that says how it is called when it takes other arguments."""
+    try:
+        return function(*args, **named)
+    except TypeError:
+        try:
+            inspect.signature(function).bind(*args, **named)
+        except TypeError as error:
+            raise TypeError(f"{called} is called with {form_of(expected)}: {error}") from None
+        except ValueError:  # a builtin that does not tell
+            pass
+        raise
+
+
+def form_of(expected: Callable[..., Any] | None) -> str:
+    """The arguments of a watched function, as its definition names them."""
+    if expected is None:
+        return "(x, ctx, *values)"
+    return "(logits, rows, positions, **settings)" if expected is compare_sampled else str(inspect.signature(expected))
 
 
 def trace(called: str, function: Callable[..., Any], args: list, named: dict) -> None:
@@ -139,7 +188,7 @@ def compare_sampled(called: str, y: Any, logits: Tensor, *args: Any, features: S
     rows, floating = logits.shape[0], torch.promote_types(logits.dtype, torch.float32)
     compare(f"{called}: Sampled.ids", y.ids, ((rows,), torch.int64))
     if features.logprobs is not None:
-        compare(f"{called}: Sampled.logprob, which logprobs={features.logprobs} needs,", y.logprob, ((rows,), floating))
+        compare(f"{called}: Sampled.logprob, which logprobs needs,", y.logprob, ((rows,), floating))
     if features.logprobs:
         width = min(features.logprobs, y.top_ids.shape[-1]) if isinstance(y.top_ids, Tensor) else features.logprobs
         compare(f"{called}: Sampled.top_ids", y.top_ids, ((rows, width), torch.int64))

@@ -119,6 +119,17 @@ def test_a_function_that_cannot_be_traced_is_named(params):
     assert call(params, layers=layers)[0].finish_reason == "length"  # eager, it runs
 
 
+def item_edit(x, ctx):
+    return x if x.sum().item() > 0 else -x
+
+
+def test_an_edit_that_cannot_be_traced_is_named(params):
+    edits = fnllm.Edit(SITE, item_edit)
+    with pytest.raises(TypeError, match=r"the edit at layers\.1\.resid_post \(item_edit\) cannot be traced by torch"):
+        call(params, edits, compile="inductor")
+    assert call(params, edits)[0].finish_reason == "length"
+
+
 @pytest.mark.slow
 def test_edits_and_captures_through_inductor():
     torch._dynamo.reset()

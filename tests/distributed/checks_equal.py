@@ -17,8 +17,6 @@ CHECKPOINTS = sorted(folder.parent.name for folder in ORACLE.glob("*/config.json
 # float32 logits are of order 1 here; transformers against itself differs by 1.2e-5.
 BOUND = 5e-5
 NEW = 8
-# Three and four ranks divide these as they divide others: rope, windows and their masks are whole on every rank.
-DIVIDED_ALIKE = ("mistral-tiny", "qwen3-dynamic", "qwen3-linear", "qwen3-yarn")
 DETAILED = ("llama-tiny", "qwen3-moe-mixed", "qwen3-odd")  # run more than the greedy tokens
 
 
@@ -115,7 +113,7 @@ def on_one_rank() -> dict:
 def check_all_checkpoints_give_what_one_rank_gives(expected: dict) -> None:
     worst = 0.0
     left_out = DIVIDED_ALIKE if int(os.environ["WORLD_SIZE"]) > 2 else ()
-    for name in (name for name in CHECKPOINTS if name not in left_out):
+    for name in CHECKPOINTS:
         one, many = expected["one"][name], run_all(name, expected["goldens"])
         for case, (tokens, *_) in zip(cases_of(expected["goldens"][name]), many["first"], strict=True):
             assert list(tokens) == case["greedy"][:NEW], name

@@ -122,7 +122,7 @@ def test_fault_07_an_equal_prefix_published_in_between(size):
 
 def test_fault_10_a_version_and_a_tag_of_one_name_do_not_meet():
     engine = make({})
-    version = engine.machine.version_of(engine.params)
+    version = engine.machine.version_of(engine.params, engine.variant)
     state, cached = engine.init(), []
     for tag in (None, version, str(version), ("params", version), None):
         state, seq_id = fnllm.add(state, engine.request(PROMPT, greedy(1), cache_tag=tag))

@@ -30,6 +30,14 @@ def add(worker, **options):
     return fnllm.add(worker.init(), worker.request(IDS, SHORT, **options))
 
 
+@dataclasses.dataclass
+class Unhashable:
+    """As dataclasses are unless they are frozen."""
+
+    def __call__(self, *args):
+        return args[0]
+
+
 WRONG = {
     "no params": (lambda: generate(params=None), TypeError, "params must be what fnllm.load returns, found NoneType"),
     "a path": (lambda: generate(params="demo/"), TypeError, r"params must be .*; load it first: fnllm.load\('demo/'\)"),
@@ -45,8 +53,32 @@ WRONG = {
     "direction": (lambda: fnllm.ablate(SITE, torch.zeros(24)), ValueError, "direction has the length 0.0"),
     "narrow": (
         lambda: generate(edits=fnllm.steer(SITE, torch.ones(3))), ValueError,
-        r"add_vector at layers.0.resid_post has values of shape \(3,\); activations there are 24 wide",
+        r"add_vector at layers.0.resid_post is made for .* shape \(3,\); there each token's are \(24,\)",
     ),
+    "one head": (
+        lambda: generate(edits=fnllm.steer("layers.0.q", torch.ones(4))), ValueError,
+        r"made for activations of shape \(4,\); there each token's are \(\d+, \d+\)",
+    ),
+    "a row without an axis": (lambda: fnllm.patch(SITE, torch.ones(24), 0), ValueError, r"alone is rows\[None\]"),
+    "no rows": (lambda: fnllm.patch(SITE, torch.ones(0, 24), 0), ValueError, r"one at least; found \(0, 24\)"),
+    "a place before the first": (lambda: fnllm.patch(SITE, torch.ones(1, 24), -1), ValueError, "position counts from"),
+    "half a place": (lambda: fnllm.steer(SITE, torch.ones(24), start=1.5), TypeError, "start must be an integer"),
+    "every layer": (lambda: fnllm.steer("layers.*.q", torch.ones(24)), ValueError, "site must be one name.*each layer"),
+    "a number": (lambda: fnllm.Edit(SITE, abs, 1.5), TypeError, "values of the edit at .* torch.tensor makes one"),
+    "a tensor for an edit": (lambda: generate(edits=[[torch.ones(24)]]), TypeError, r"edits\[0\] must.* found list$"),
+    "a layer without a hash": (
+        lambda: engine(layers=fnllm.Layers()._replace(mlp=Unhashable())), TypeError,
+        "layers.mlp must be hashable.*and Unhashable is not",
+    ),
+    "an edit without a hash": (lambda: fnllm.Edit(SITE, Unhashable()), TypeError, "apply of the edit at .* hashable"),
+    "a logits_fn without a hash": (lambda: Sampling(logits_fn=Unhashable()), TypeError, "logits_fn must be hashable"),
+    "experts": (
+        lambda: engine(layers=fnllm.Layers()._replace(moe=abs)), ValueError,
+        "layers.moe would never run: no layer of this model has experts",
+    ),
+    "graphs": (lambda: engine(compile="graphs"), ValueError, "compile='graphs' replays CUDA graphs.*use 'inductor'"),
+    "no request": (lambda: fnllm.add(engine().init(), IDS), TypeError, "request must be what engine.request returns"),
+    "a pair": (lambda: engine().step(add(engine())), TypeError, "state must be a fnllm.State, found tuple: it"),
     "device": (lambda: fnllm.load(device="gpu"), ValueError, "device='gpu' is not known; use 'cpu', 'cuda'"),
     "sampling": (lambda: engine().request(IDS, None), TypeError, "sampling must be a Sampling"),
     "seed": (lambda: engine().request(IDS, SHORT, seed=1.5), ValueError, "seed must be an integer"),

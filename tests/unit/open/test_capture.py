@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import fnllm
+from fnllm import scheduler
 from fnllm.capture import Capture, wanted
 
 GREEDY = fnllm.Sampling(temperature=0, max_tokens=6, ignore_eos=True)
@@ -103,6 +104,35 @@ def test_a_captured_prompt_is_computed_though_it_is_cached(tiny):
     last = fnllm.generate(tiny, [prompt], GREEDY, capture=Capture("layers.1.resid_mid", "last"), **SMALL)[0]
     assert last.cached_tokens == 8 and last.captured_at == (8,)
     torch.testing.assert_close(last.captured["layers.1.resid_mid"][0], seen.captured["layers.1.resid_mid"][8])
+
+
+def test_nothing_captured_has_the_shape_of_its_site(tiny):
+    sites = ("layers.0.q", "layers.0.resid_mid", "logits")
+    out = fnllm.generate(tiny, [PROMPTS[0]], GREEDY, capture=Capture(sites, (99,)), **SMALL)[0]
+    assert out.captured_at == ()
+    assert [tuple(out.captured[site].shape) for site in sites] == [(0, 4, 16), (0, 48), (0, 160)]
+
+
+def test_tokens_appended_are_captured_though_they_are_cached(tiny):
+    """Position 14 lies behind the first prompt, and in a prefix that another request left, when it is appended."""
+    site, more = "layers.1.resid_post", [1, 2, 3, 4, 5, 6, 7, 8]
+    engine = fnllm.engine(tiny, capture=Capture(site, (14,)), **SMALL)
+
+    def run(state):
+        rows = []
+        while (stepped := engine.step(state))[1] is not None:
+            state, step = stepped
+            scheduler.check(state.scheduler)
+            rows += [step.results.captured[site][one.first] for one in step.captured]
+        return state, rows
+
+    other = engine.request(PROMPTS[2] + more, GREEDY, capture=Capture(()))
+    state, rows = run(fnllm.add(engine.init(), other)[0])
+    assert rows == []
+    state, one = fnllm.add(state, engine.request(PROMPTS[2], fnllm.Sampling(temperature=0, max_tokens=0)))
+    state, rows = run(fnllm.append(run(state)[0], one, more))
+    whole = fnllm.score(tiny, [PROMPTS[2] + more], capture=site)[0].captured[site]
+    torch.testing.assert_close(torch.stack(rows), whole[[14]], rtol=1e-5, atol=2e-5)
 
 
 def test_stream_gives_what_generate_gives(tiny):

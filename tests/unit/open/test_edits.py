@@ -126,6 +126,33 @@ def test_gradients_reach_an_edits_values(tiny):
     torch.testing.assert_close(v.grad[7], quotient, rtol=1e-5, atol=1e-8)
 
 
+def divided(x, ctx, by):
+    return x / by[:, None]
+
+
+def test_gradients_of_a_mixed_batch_are_those_of_each_alone(tiny):
+    """A sequence without the edit has no value to divide by."""
+
+    def gradient(edits, ids):
+        down = tiny.tree["layers"][0]["down"].clone().requires_grad_()
+        layers = [{**tiny.tree["layers"][0], "down": down}, *tiny.tree["layers"][1:]]
+        params = tiny._replace(tree={**tiny.tree, "layers": layers}, workspace={})
+        sum(x.sum() for x in fnllm.score(params, ids, edits=edits)).backward()
+        return down.grad
+
+    edit = [fnllm.Edit(SITE, divided, torch.tensor(2.0))]
+    whole = gradient([edit, None], [PROMPT, PROMPT[:4]])
+    torch.testing.assert_close(whole, gradient(edit, [PROMPT]) + gradient((), [PROMPT[:4]]), rtol=1e-4, atol=1e-5)
+
+
+def test_ablation_leaves_nothing_along_the_direction_over_all_heads(tiny):
+    direction = torch.randn(4, 16, generator=torch.Generator().manual_seed(3))
+    seen = fnllm.score(tiny, [PROMPT], edits=fnllm.ablate("layers.1.q", direction), capture="layers.1.q")[0]
+    plain = fnllm.score(tiny, [PROMPT], capture="layers.1.q")[0].captured["layers.1.q"]
+    along = plain.flatten(1) @ direction.flatten() / direction.norm() ** 2
+    torch.testing.assert_close(seen.captured["layers.1.q"], plain - along[:, None, None] * direction)
+
+
 def doubled(tree):
     if isinstance(tree, dict):
         return {k: doubled(x) for k, x in tree.items()}
@@ -176,3 +203,13 @@ def test_wrong_edits_say_what_is_wrong(tiny):
     with pytest.raises(TypeError, match=r"values\[0\] .* must be a tensor, found float"):
         fnllm.Edit("layers.0.q", shorter, (1.5,))
     assert alone(tiny, ()).finish_reason == "length"  # and the engine goes on
+
+
+def doubling(x, ctx):
+    return x.mul_(2)
+
+
+def test_an_edit_in_place_is_refused_in_scoring_too(tiny):
+    """It would reach the sequences beside it."""
+    with pytest.raises(RuntimeError, match=r"the edit at layers\.0\.q \(doubling\) changed its argument 1 in place"):
+        fnllm.score(tiny, [PROMPT, PROMPT], edits=[[fnllm.Edit("layers.0.q", doubling)], None])

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fnllm
 from fnllm.numerics import Ordered, heads_by_kernel, layers_for
@@ -128,6 +129,29 @@ def test_invariant_gradients_are_the_plain_ones(tiny):
         return leaf.grad
 
     torch.testing.assert_close(gradient("batch_invariant"), gradient("default"), rtol=1e-3, atol=1e-5)
+
+
+def test_invariant_derivatives_of_every_kind_are_the_plain_ones(checkpoint):
+    """Second ones by autograd (which needs an attention that has them), and first ones by torch.func."""
+    params = checkpoint("qwen3-tiny", torch.float64)
+    norm = params.tree["layers"][1]["input_norm"]
+
+    def of(numerics):
+        def scores(norm):
+            layers = [p if i != 1 else {**p, "input_norm": norm} for i, p in enumerate(params.tree["layers"])]
+            changed = params._replace(tree={**params.tree, "layers": layers})
+            return fnllm.score(changed, [[5, 6, 7, 8]], numerics=numerics)[0]
+
+        return scores
+
+    def hessian(f):
+        return lambda x: torch.autograd.functional.hessian(lambda x: f(x).sum(), x)
+
+    for derivative in (torch.func.jacrev, hessian):
+        with sdpa_kernel(SDPBackend.MATH):
+            plain, invariant = (derivative(of(numerics))(norm) for numerics in ("default", "batch_invariant"))
+        assert plain.abs().max() > 0.1
+        torch.testing.assert_close(invariant, plain, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64), ids=str)

@@ -1,5 +1,7 @@
 """Weights that change under the engine: at once, everywhere, without another step built or a copy made."""
 
+import functools
+
 import pytest
 import torch
 from examples_of import example
@@ -99,6 +101,110 @@ def test_an_optimizer_step_counts_as_a_change(tiny):
     assert after.cached_tokens == 0 and after.logprobs != before.logprobs
     scored = fnllm.score(params, [PROMPT + list(after.token_ids)])[0][8:]
     torch.testing.assert_close(scored.detach(), torch.tensor([x.logprob for x in after.logprobs]), atol=1e-4, rtol=1e-4)
+
+
+class Adapter(torch.nn.Module):
+    """The usual MLP and a correction of low rank."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.a, self.b = (torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((2, 48), (48, 2)))
+
+    def forward(self, p, x, ctx):
+        return fnllm.Layers().mlp(p, x, ctx) + x @ self.a.T @ self.b.T
+
+
+class Holder:
+    """An object that is no module."""
+
+    def __init__(self, adapters):
+        self.adapters = adapters
+
+    def mlp(self, p, x, ctx):
+        return self.adapters[0](p, x, ctx)
+
+    __call__ = mlp
+
+
+ADAPTER = Adapter()
+
+
+def by_name(p, x, ctx):
+    return ADAPTER(p, x, ctx)
+
+
+def by_default(p, x, ctx, adapter=ADAPTER):
+    return adapter(p, x, ctx)
+
+
+@pytest.mark.parametrize(
+    "mlp",
+    [
+        ADAPTER,
+        by_name,
+        by_default,
+        lambda p, x, ctx: by_name(p, x, ctx),
+        functools.partial(by_default, adapter=ADAPTER),
+        Holder([ADAPTER]).mlp,
+        Holder([ADAPTER]),
+    ],
+    ids=["a module", "a global", "a default", "a function's function", "a partial", "a method", "an object"],
+)
+def test_weights_that_a_swapped_function_holds_are_weights_too(tiny, mlp):
+    params, layers = fresh(tiny), fnllm.Layers()._replace(mlp=mlp)
+
+    def run(**options):
+        return fnllm.generate(params, [PROMPT], GREEDY, layers=layers, **SMALL, **options)[0]
+
+    before = run()
+    assert run().cached_tokens == 8
+    with torch.no_grad():
+        ADAPTER.b.mul_(-1.5)
+    after = run()
+    assert after.cached_tokens == 0 and after.token_ids == run(prefix_cache=False).token_ids != before.token_ids
+    assert run().cached_tokens == 8
+    assert fnllm.generate(params, [PROMPT], GREEDY, **SMALL)[0].cached_tokens == 0  # the plain model's own prefixes
+    with torch.no_grad():
+        ADAPTER.b.mul_(2)
+    assert fnllm.generate(params, [PROMPT], GREEDY, **SMALL)[0].cached_tokens == 8  # outlive that
+
+
+def test_graphs_are_dropped_that_hold_addresses_of_other_weights(tiny):
+    params, adapter = fresh(tiny), Adapter()
+    layers = fnllm.Layers()._replace(mlp=adapter)
+    fnllm.generate(params, [PROMPT], GREEDY, layers=layers, **SMALL)
+    fnllm.generate(params, [PROMPT], GREEDY, **SMALL)
+    (machine,) = params.workspace.values()
+    for runner in machine.runners.values():
+        runner.graphs["a bucket"] = "a graph"
+    with torch.no_grad():
+        adapter.b.mul_(2)
+    fnllm.generate(params, [PROMPT], GREEDY, layers=layers, **SMALL)
+    assert all(runner.graphs for runner in machine.runners.values())  # written in place: the addresses are the same
+    adapter.b = torch.nn.Parameter(2 * adapter.b.detach())
+    fnllm.generate(params, [PROMPT], GREEDY, layers=layers, **SMALL)
+    assert [bool(r.graphs) for spec, r in machine.runners.items()] == [
+        spec.layers == fnllm.Layers() for spec in machine.runners
+    ]
+
+
+def test_a_weight_given_another_storage_is_noticed(tiny):
+    params, expected = fresh(tiny), fresh(tiny)
+    run(params)
+    weight = params.tree["layers"][1]["down"]
+    weight.data = -2 * weight.data + 0.05
+    change(expected.tree)
+    assert run(params).token_ids == run(expected).token_ids and run(params).cached_tokens == 8
+
+
+def test_weights_that_an_edit_holds_are_weights_too(tiny):
+    params, by = fresh(tiny), torch.tensor(2.0)
+    edit = fnllm.Edit("layers.0.resid_post", lambda x, ctx: x * by)
+    before = fnllm.generate(params, [PROMPT], GREEDY, edits=edit, **SMALL)[0]
+    by += 1
+    after = fnllm.generate(params, [PROMPT], GREEDY, edits=edit, **SMALL)[0]
+    assert after.cached_tokens == 0 and before.logprobs != after.logprobs
 
 
 def test_the_example_learns(tiny):

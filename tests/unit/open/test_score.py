@@ -96,7 +96,7 @@ def test_the_head_is_taken_in_pieces_with_the_same_gradient(tiny, monkeypatch):
         torch.testing.assert_close(small, whole, rtol=1e-5, atol=1e-5)
 
 
-def test_per_example_gradients_by_torch_func(tiny):
+def test_per_example_gradients_by_torch_func(tiny, monkeypatch):
     """vmap over examples of equal length, and grad of one: both equal backward on each example alone."""
     length = 6
     ids = torch.tensor([[3, 14, 15, 92, 65, 35], [8, 9, 79, 32, 38, 46]])
@@ -116,6 +116,13 @@ def test_per_example_gradients_by_torch_func(tiny):
         )
         tied = each["embed"][row] + each["lm_head"][row]
         torch.testing.assert_close(tied, params.tree["embed"].grad, rtol=1e-3, atol=1e-4)
+
+    # Of long inputs too: what backward would compute anew, torch.func keeps.
+    monkeypatch.setattr("fnllm.scoring.HEAD_ROWS", 4)
+    pieces = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(tiny.tree, ids)
+    torch.testing.assert_close(pieces["lm_head"], each["lm_head"], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="checkpoint=True cannot run inside torch.func"):
+        torch.func.grad(lambda tree: fnllm.score(tiny._replace(tree=tree), IDS, checkpoint=True)[0].sum())(tiny.tree)
 
     def scores(tree):
         return torch.stack([x.sum() for x in fnllm.score(tiny._replace(tree=tree), ids.tolist())])

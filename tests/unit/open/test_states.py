@@ -90,6 +90,12 @@ def test_fault_91_fork_two_branches_drop_one(tiny):
         assert branch[2:] == rest
 
 
+def test_a_state_is_short_to_print(tiny):
+    engine = fnllm.engine(tiny, **SMALL)
+    state, _ = fnllm.add(engine.init(), engine.request(PROMPT, GREEDY))
+    assert repr(engine.step(state)[0]).startswith("State(1 running, 0 waiting, 0 kept; fnllm.show")
+
+
 def test_truncate_and_append(tiny):
     engine = fnllm.engine(tiny, **SMALL)
     state, one = fnllm.add(engine.init(), engine.request(PROMPT, GREEDY))

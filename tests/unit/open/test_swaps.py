@@ -1,5 +1,7 @@
 """Swapped layer functions: the examples against dense arithmetic, isolation from other users, errors that name them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from examples_of import example
 
 import fnllm
 from fnllm.rope import make_rope
+from fnllm.sampler import Sampled
 from fnllm.scoring import context, packed_batch
 
 SMALL = {"num_blocks": 64, "block_size": 4}
@@ -76,6 +79,9 @@ def test_examples_equal_dense_arithmetic(tiny, name, options):
     assert [out.token_ids for out in outs] == expected
     plain = fnllm.generate(tiny, PROMPTS, GREEDY, **{**SMALL, **options})
     assert plain[0].token_ids != outs[0].token_ids
+    for mine, prompt in zip(fnllm.score(tiny, PROMPTS, layers=layers), PROMPTS, strict=True):
+        alone = fnllm.score(tiny, [prompt], layers=reference or layers)[0]
+        torch.testing.assert_close(mine, alone, rtol=1e-4, atol=1e-4)
 
 
 def test_mlp_examples_equal_their_formulas(tiny):
@@ -158,6 +164,10 @@ def none_mlp(p, x, ctx):
     return None
 
 
+def short_of_context(p, x):
+    return x
+
+
 @pytest.mark.parametrize(
     "mlp, error, words",
     [
@@ -171,6 +181,7 @@ def none_mlp(p, x, ctx):
         (writing_mlp, RuntimeError, r"layers\.mlp \(writing_mlp\) changed its argument 2 in place"),
         (writing_parameters, RuntimeError, r"layers\.mlp \(writing_parameters\) changed its parameter 'down' in place"),
         (none_mlp, TypeError, r"layers\.mlp \(none_mlp\) must return a tensor .* found NoneType"),
+        (short_of_context, TypeError, r"layers\.mlp \(short_of_context\) is called with \(p, x, ctx\): too many"),
     ],
 )
 def test_what_is_wrong_with_a_swapped_function_is_said(tiny, mlp, error, words):
@@ -182,6 +193,41 @@ def test_what_is_wrong_with_a_swapped_function_is_said(tiny, mlp, error, words):
 def test_score_watches_too(tiny):
     with pytest.raises(ValueError, match=r"layers\.mlp \(wide_mlp\) must return shape"):
         fnllm.score(tiny, PROMPTS, layers=USUAL._replace(mlp=wide_mlp))
+
+
+def test_a_head_of_ones_own_is_captured_and_edited(tiny):
+    """It need not know that `logits` is a site."""
+    layers = USUAL._replace(lm_head=lambda p, x, ctx: F.linear(x, p))
+    wanted = fnllm.steer("logits", F.one_hot(torch.tensor(7), 160) * 1e4)
+    out = fnllm.generate(tiny, PROMPTS[:1], GREEDY, layers=layers, edits=wanted, capture="logits", **SMALL)[0]
+    assert out.token_ids == (7,) * 8 and (out.captured["logits"].argmax(-1) == 7).all()
+    assert fnllm.score(tiny, [[3, 7, 7]], layers=layers, edits=wanted)[0].tolist() == [0, 0]
+
+
+def blind_attention(p, x, ctx):
+    return 0.1 * x
+
+
+@pytest.mark.parametrize("way", [{"capture": "layers.0.q"}, {"edits": fnllm.steer("layers.0.q", torch.ones(4, 16))}])
+def test_a_site_that_an_attention_leaves_out_is_named(tiny, way):
+    layers = USUAL._replace(attention=blind_attention)
+    words = r"nothing passes the site layers\.0\.q: layers\.attention \(blind_attention\) leaves it out; .*ctx\.tap"
+    fnllm.generate(tiny, PROMPTS[:1], GREEDY, layers=layers, **SMALL)  # well without
+    with pytest.raises(ValueError, match=words):
+        fnllm.generate(tiny, PROMPTS[:1], GREEDY, layers=layers, **way, **SMALL)
+    with pytest.raises(ValueError, match=words):
+        fnllm.score(tiny, PROMPTS[:1], layers=layers, **way)
+
+
+def ids_alone(logits, rows, positions, **settings):
+    return Sampled(logits.argmax(-1))
+
+
+def test_a_sampler_must_give_what_later_requests_ask_for(tiny):
+    layers = USUAL._replace(sample=ids_alone)
+    assert fnllm.generate(tiny, PROMPTS[:1], GREEDY, layers=layers, **SMALL)[0].logprobs is None
+    with pytest.raises(TypeError, match=r"layers\.sample \(ids_alone\): Sampled\.logprob, which logprobs needs"):
+        fnllm.generate(tiny, PROMPTS[:1], replace(GREEDY, logprobs=0), layers=layers, **SMALL)
 
 
 def test_errors_inside_keep_their_type_and_traceback(tiny):

@@ -1,0 +1,80 @@
+"""Which tensors computed what is cached, and whether they changed: parameters, and what functions hold beside them."""
+
+import functools
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+LARGEST = 4096  # a container with more entries is data, not weights
+
+
+class Seen(NamedTuple):
+    """Tensors at one look."""
+
+    leaves: list[Tensor]  # kept, so that no other tensor gets their identity
+    places: list[tuple[int, int]]  # identity and address of each
+    writes: list[int]  # how often each was written, as PyTorch counts it
+
+
+def look(leaves: list[Tensor]) -> Seen:
+    """What tells these tensors from others, and from themselves before a write; none of them is read."""
+    places = [(id(leaf), leaf.data_ptr()) for leaf in leaves]
+    return Seen(leaves, places, [-1 if leaf.is_inference() else leaf._version for leaf in leaves])
+
+
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    """Every tensor of a tree of dicts, lists and tuples; a weight may be several, as quantised ones are."""
+    if isinstance(tree, Tensor):
+        yield tree
+    else:
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from tensors_of(part)
+
+
+def held_tensors(functions: Iterable[Any]) -> list[Tensor]:
+    """Every tensor that some functions read beside their arguments, each once.
+
+    Looked through are modules, containers, attributes of callable objects, and functions of the same file that a
+    function calls by name; not what functions of other files hold, nor a container of more than `LARGEST` entries.
+    """
+    found: dict[int, Tensor] = {}
+    seen: set[int] = set()
+    waiting = list(functions)
+    while waiting:
+        x = waiting.pop()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, Tensor):
+            found[id(x)] = x
+        else:
+            waiting += parts(x)
+    return list(found.values())
+
+
+def parts(x: Any) -> Iterator[Any]:
+    """What a function or container holds that may hold tensors."""
+    if isinstance(x, torch.nn.Module):
+        yield from x.parameters()
+        yield from x.buffers()
+    elif isinstance(x, (dict, list, tuple)):
+        if len(x) <= LARGEST:
+            yield from x.values() if isinstance(x, dict) else x
+    elif isinstance(x, functools.partial):
+        yield from (x.func, x.args, x.keywords)
+    elif isinstance(x, types.MethodType):
+        yield x.__func__
+        yield x.__self__ if isinstance(x.__self__, torch.nn.Module) else getattr(x.__self__, "__dict__", {})
+    elif isinstance(x, types.FunctionType):
+        yield from (x.__defaults__ or (), x.__kwdefaults__ or {})
+        yield from (cell.cell_contents for cell in x.__closure__ or () if cell != types.CellType())
+        for name in x.__code__.co_names:
+            y = x.__globals__.get(name)
+            of_this_file = isinstance(y, types.FunctionType) and y.__globals__ is x.__globals__
+            if of_this_file or isinstance(y, (Tensor, torch.nn.Module, dict, list, tuple)):
+                yield y
+    elif callable(x) and not isinstance(x, type):
+        yield getattr(x, "__dict__", {})
