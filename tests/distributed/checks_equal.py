@@ -112,7 +112,6 @@ def on_one_rank() -> dict:
 
 def check_all_checkpoints_give_what_one_rank_gives(expected: dict) -> None:
     worst = 0.0
-    left_out = DIVIDED_ALIKE if int(os.environ["WORLD_SIZE"]) > 2 else ()
     for name in CHECKPOINTS:
         one, many = expected["one"][name], run_all(name, expected["goldens"])
         for case, (tokens, *_) in zip(cases_of(expected["goldens"][name]), many["first"], strict=True):
