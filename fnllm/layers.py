@@ -40,7 +40,7 @@ def embed(p: Float[Tensor, "V H"], token_ids: Int[Tensor, " T"], ctx: Context) -
 def norm(p: Float[Tensor, " H"], x: Float[Tensor, "... H"], ctx: Context) -> Float[Tensor, "... H"]:
     """RMSNorm over the last axis, computed in float32 (Zhang and Sennrich 2019)."""
     if on_device(x, ctx):
-        return rms_norm(x, p, ctx.config.rms_norm_eps)
+        return rms_norm(x.reshape(-1, x.shape[-1]), p, ctx.config.rms_norm_eps).view(x.shape)
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + ctx.config.rms_norm_eps)
     return p * (wide * scale).to(x.dtype)
@@ -177,7 +177,7 @@ def mlp(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "T H"]:
 def activation(gate_up: Float[Tensor, "... two_I"], ctx: Context) -> Float[Tensor, "... I"]:
     """SiLU of the gate half times the up half."""
     if on_device(gate_up, ctx):
-        return silu_mul(gate_up)
+        return silu_mul(gate_up.reshape(-1, gate_up.shape[-1])).view(*gate_up.shape[:-1], -1)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 

@@ -47,6 +47,11 @@ def layers_for(layers: Layers, numerics: str, on_gpu: bool = False) -> Layers:
     return Layers(*(new if mine is usual else mine for mine, usual, new in zip(layers, Layers(), wanted, strict=True)))
 
 
+def by_kernels(x: Tensor) -> bool:
+    """Whether generating and scoring run the same kernels, so that their bits agree; there are none for float64."""
+    return x.is_cuda and x.dtype != torch.float64
+
+
 def exchanges_for(tp: TensorParallel, numerics: str) -> TensorParallel:
     """The exchanges that the mode needs: sums over the ranks in rank order."""
     return tp if numerics == "default" or tp.size == 1 else Ordered(tp)
@@ -114,7 +119,7 @@ def _flat_linear(x: Tensor, p: Tensor) -> Tensor:
 
 def norm(p: Float[Tensor, " H"], x: Float[Tensor, "... H"], ctx: Context) -> Float[Tensor, "... H"]:
     """`layers.norm`; on a GPU by the kernel that takes each row in one program."""
-    if not x.is_cuda or x.dtype == torch.float64:
+    if not by_kernels(x):
         return plain.norm(p, x, ctx)
 
     def value(p: Tensor, x: Tensor) -> Tensor:
@@ -128,7 +133,7 @@ def activation(gate_up: Float[Tensor, "... two_I"], ctx: Context) -> Float[Tenso
 
     On a CPU the library's own takes the elements past the last full vector by another exponential.
     """
-    if gate_up.is_cuda:  # the kernel in generation and scoring alike
+    if by_kernels(gate_up):
 
         def value(x: Tensor) -> Tensor:
             return silu_mul(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
@@ -146,8 +151,8 @@ def usual_activation(gate_up: Float[Tensor, "... two_I"]) -> Float[Tensor, "... 
 
 def attention(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "T H"]:
     """`layers.attention`, whose q and k have the same bits whether somebody looks at them or not."""
-    by_kernel = x.is_cuda and x.dtype != torch.float64 and ctx.layers.norm in (plain.norm, norm)
-    return plain.attention(p, x, ctx, heads_by_kernel if by_kernel else None)
+    usual = ctx.layers.norm in (plain.norm, norm)
+    return plain.attention(p, x, ctx, heads_by_kernel if by_kernels(x) and usual else None)
 
 
 def heads_by_kernel(

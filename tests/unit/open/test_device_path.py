@@ -1,0 +1,72 @@
+"""What a GPU runs, on a CPU: the fused kernels have plain forms there, so the way through the layers needs no GPU."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fnllm
+import fnllm.layers
+import fnllm.numerics
+
+sys.path.append(str(Path(__file__).parents[2] / "distributed"))
+
+import checks_open
+
+NAMES = ("qwen3-odd", "qwen2-window", "qwen3-moe-mixed", "llama-tiny")
+
+
+@pytest.fixture
+def device_path(monkeypatch):
+    """Called, sends what follows through the functions that a GPU runs."""
+
+    def on():
+        chosen = fnllm.numerics.layers_for
+        monkeypatch.setattr(fnllm.layers, "on_device", lambda x, ctx: ctx.cache is not None)
+        monkeypatch.setattr(fnllm.numerics, "by_kernels", lambda x: x.dtype != torch.float64)
+        monkeypatch.setattr("fnllm.machine.layers_for", lambda layers, numerics, on_gpu: chosen(layers, numerics, True))
+
+    return on
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_captures_edits_swaps_and_states_are_those_of_the_plain_path(name, device_path):
+    expected = checks_open.all_of(name)
+    device_path()
+    checks_open.expect(checks_open.all_of(name), expected, name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_swapped_norm_and_linear_meet_the_shapes_that_the_plain_path_gives(name, device_path):
+    def norm(p, x, ctx):
+        return fnllm.layers.norm(p, x, ctx) * 0.5
+
+    def linear(p, x, ctx):
+        return fnllm.layers.linear(p, x, ctx) * 1.5
+
+    def tokens():
+        params = fnllm.load(checks_open.ORACLE / name)
+        layers = fnllm.Layers()._replace(norm=norm, linear=linear)
+        outs = fnllm.generate(params, checks_open.PROMPTS, checks_open.GREEDY, layers=layers, **checks_open.SIZES)
+        return [out.token_ids for out in outs]
+
+    expected = tokens()
+    device_path()
+    assert tokens() == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_invariant_numerics_capture_score_and_give_gradients(name, device_path):
+    def found():
+        params = fnllm.load(checks_open.ORACLE / name)
+        options = dict(numerics="batch_invariant", **checks_open.SIZES)
+        outs = fnllm.generate(params, checks_open.PROMPTS, checks_open.GREEDY, capture="layers.1.k", **options)
+        leaf = params.tree["layers"][0]["qkv"].requires_grad_()
+        scored = fnllm.score(params, [[*p, 3, 4] for p in checks_open.PROMPTS], numerics="batch_invariant")
+        sum(x.sum() for x in scored).backward()
+        return [[(out.token_ids, out.captured) for out in outs], [x.detach() for x in scored], leaf.grad]
+
+    expected = found()
+    device_path()
+    checks_open.expect(found(), expected, name)
