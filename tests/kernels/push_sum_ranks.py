@@ -3,13 +3,16 @@
 import random
 import sys
 import time
+from pathlib import Path
 
-import decode_interpreter  # noqa: F401  chooses the interpreter before triton is imported
-import torch
-import torch.multiprocessing as mp
+sys.path[:0] = [str(Path(__file__).parents[2] / name) for name in ("", "kernels")]
 
-from fnllm_kernels import push_sum as kernels
-from fnllm_kernels.push_sum import DTYPES, mailbox_words, make_mailbox, push_sum
+import decode_interpreter  # noqa: E402, F401  chooses the interpreter before triton is imported
+import torch  # noqa: E402
+import torch.multiprocessing as mp  # noqa: E402
+
+from fnllm_kernels import push_sum as kernels  # noqa: E402
+from fnllm_kernels.push_sum import DTYPES, mailbox_words, make_mailbox, push_sum  # noqa: E402
 
 # Small, so that both ways and programs without work come up: in 32-bit words.
 kernels.FEW, kernels.WORDS, kernels.BLOCK = 4 * 96, 32, 64
