@@ -180,7 +180,7 @@ def profile(generate: Any, batch: int, tokens: int = 32) -> dict:
         generate(prompts, [tokens] * batch)
     times = {event.key: event.self_device_time_total for event in seen.key_averages()}
     total = sum(times.values())
-    signs = ("nccl", "allreduce", "all_reduce", "push_sum")
+    signs = ("nccl", "allreduce", "all_reduce", "push_words", "push_blocks")
     reduces = sum(time for name, time in times.items() if any(sign in name.lower() for sign in signs))
     return dict(
         batch=batch,
