@@ -106,7 +106,7 @@ class StepRunner:
                 # `upload` marks them and nowhere else: torch would take those that differ from another model's for
                 # changing ones, since it knows them by the line of code.
                 own = types.FunctionType(run.__code__.replace(), run.__globals__, "step", None, run.__closure__)
-                run = torch.compile(own, fullgraph=True, dynamic=False)
+                run = torch.compile(own, fullgraph=True, dynamic=False, options=inductor_options())
             self.compiled[kind] = run
         return self.compiled[kind]
 
@@ -152,6 +152,17 @@ class StepRunner:
         # At the program's end too, where NCCL waits for every graph that holds its collectives.
         weakref.finalize(found, graph.reset)
         return found
+
+
+def inductor_options() -> dict[str, bool]:
+    """What the compiler must not do.
+
+    Its reordering of a graph for the peak of memory loses sight of what is written in place: it put a kernel that reads
+    an all-reduce's result before the all-reduce (torch 2.13, two ranks, edits and captures in one step).
+    """
+    import torch._inductor.config as inductor
+
+    return {"reorder_for_peak_memory": False} if hasattr(inductor, "reorder_for_peak_memory") else {}
 
 
 def graphs_traced() -> int:
