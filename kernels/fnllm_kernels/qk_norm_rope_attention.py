@@ -4,9 +4,8 @@ Axes: T packed tokens, B sequences, N query heads, K KV heads, D head dim (even)
 per sequence. The Triton kernel is that of decode attention, which makes the new heads itself (NewHeads).
 """
 
-import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, library
 
 from .attention_reference import paged_attention_reference
 from .attention_triton import decode_attention_triton
@@ -101,7 +100,7 @@ def qk_norm_rope_attention_triton(
     )  # fmt: skip
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "fnllm::qk_norm_rope_attention",
     mutates_args=("k_cache", "v_cache"),
     schema="(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor cos, Tensor sin, Tensor(a!) k_cache, "

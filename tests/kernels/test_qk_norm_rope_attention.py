@@ -3,6 +3,7 @@
 import kernel_cases as cases
 import pytest
 import torch
+from torch import library
 
 from fnllm_kernels.attention import paged_attention
 from fnllm_kernels.qk_norm_rope_attention import qk_norm_rope_attention
@@ -65,7 +66,7 @@ def test_op_is_registered_right(norm):
     arguments = arguments_of("decode-padded", norm) | {"metadata": None, "max_context": 0}
     order = [a.name for a in torch.ops.fnllm.qk_norm_rope_attention.default._schema.arguments]
     arguments["k_cache"].nan_to_num_(), arguments["v_cache"].nan_to_num_(), arguments["qkv"].nan_to_num_()
-    torch.library.opcheck(torch.ops.fnllm.qk_norm_rope_attention.default, tuple(arguments[name] for name in order))
+    library.opcheck(torch.ops.fnllm.qk_norm_rope_attention.default, tuple(arguments[name] for name in order))
 
 
 @pytest.mark.compiled
