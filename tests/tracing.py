@@ -1,9 +1,9 @@
 """What keeps tests of compiled steps short: fewer layers, and graphs that run as torch's own operations."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +15,18 @@ from fnllm_weights import Params
 def without_code_generation() -> Iterator[None]:
     """Steps are traced as always. Generating code takes seconds of every graph, and what is traced shows without."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+        patch.setattr(torch, "compile", traced_by("eager"))
         yield
+
+
+def traced_by(backend: Any) -> Callable:
+    """torch.compile with a backend of its own, which knows none of Inductor's options."""
+    real = torch.compile
+
+    def compile(function: Callable, *, options: dict | None = None, **settings: Any) -> Callable:
+        return real(function, **{**settings, "backend": backend})
+
+    return compile
 
 
 def two_layers(params: Params) -> Params:

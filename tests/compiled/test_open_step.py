@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from examples_of import EXAMPLES, example
-from tracing import two_layers
+from tracing import traced_by, two_layers
 
 import fnllm
 
@@ -26,12 +26,8 @@ def params():
 @pytest.fixture
 def counter(monkeypatch):
     """Steps are traced as always and run without Inductor; `counter.frame_count` is how many graphs were made."""
-    counter, real = torch._dynamo.testing.CompileCounter(), torch.compile
-
-    def traced(function, **options):
-        return real(function, **{**options, "backend": counter})
-
-    monkeypatch.setattr(torch, "compile", traced)
+    counter = torch._dynamo.testing.CompileCounter()
+    monkeypatch.setattr(torch, "compile", traced_by(counter))
     return counter
 
 
@@ -68,8 +64,8 @@ def test_weights_written_in_place_trace_nothing_more(params, counter):
 
 def test_weights_of_a_second_model_have_fixed_sizes(monkeypatch):
     torch._dynamo.reset()
-    counter, real = torch._dynamo.testing.CompileCounterWithBackend("eager"), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, **{**options, "backend": counter}))
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    monkeypatch.setattr(torch, "compile", traced_by(counter))
     for name in ("qwen3-odd", "qwen3-tiny"):  # of widths 36 and 48
         call(fnllm.load(ORACLE / name, device="cpu"), compile="inductor")
     for graph in counter.graphs:

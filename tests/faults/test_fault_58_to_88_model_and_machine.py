@@ -1,7 +1,6 @@
 """Reported faults of the model functions, compiled steps, memory sizing and installation."""
 
 import dataclasses
-import functools
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import GREEDY, NAMES, ORACLE, checkpoint, golden, plain_greedy, tiny
+from tracing import traced_by
 
 import fnllm
 from fnllm.buckets import ladder, round_up
@@ -139,7 +139,7 @@ def test_fault_20_34_71_compiled_steps_agree_and_are_few(monkeypatch):
 
     torch._dynamo.reset()
     counters.clear()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(torch, "compile", traced_by("eager"))
     params = tiny(11, num_hidden_layers=1)
     options = {"block_size": 4, "max_model_len": 16, "max_num_seqs": 5, "num_blocks": 20}
     temperatures = (0, 1.0, 0, 0, 0.7)
