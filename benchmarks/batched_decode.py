@@ -10,7 +10,6 @@ import argparse
 import functools
 import itertools
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "weights")]
 
 from provenance import provenance  # noqa: E402
+from timing import replay_seconds  # noqa: E402
 from workloads import FLOPS_PER_S, READ_BYTES_PER_S  # noqa: E402
 from workloads import SHAPES as MODELS  # noqa: E402
 
@@ -212,29 +212,15 @@ def kernels_alone(step: Step, k: Kernels, *, with_products: bool) -> Iterator[Al
         yield Alone(f"{name} by {kernel}", call, moved, 2 * rows * outputs * width)
 
 
-def time_us(work: Callable[[], object], device: str, replays: int = 12) -> tuple[float, object]:
+def time_us(work: Callable[[], object], device: str) -> tuple[float, object]:
     """(median microseconds of one replay of a graph of `work`, what it gave); off the GPU of one call."""
     if device == "cpu":
         began = time.perf_counter()
         found = work()
         return (time.perf_counter() - began) * 1e6, found
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            found = work()
-        times = []
-        for _ in range(replays):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3)
+    found = work()
     kept = found.clone() if isinstance(found, Tensor) else None
-    return statistics.median(times[2:]), kept
+    return replay_seconds(work) * 1e6, kept
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

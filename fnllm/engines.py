@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 
@@ -103,8 +103,8 @@ class Engine:
         prompt: Iterable[int],
         sampling: Sampling,
         *,
-        seed: int = 0,
-        sample: int = 0,
+        seed: SupportsIndex = 0,
+        sample: SupportsIndex = 0,
         cache_tag: Any = None,
         edits: Iterable[Edit] | None = None,
         capture: Capture | Iterable[str] | None = None,
@@ -154,7 +154,7 @@ class Engine:
             use_cache=not needs_whole_prompt(capture, len(prompt)),
             payload=Job(
                 sampling,
-                child_seed(seed if sampling.seed is None else sampling.seed, sample),
+                child_seed(int(seed if sampling.seed is None else sampling.seed), int(sample)),
                 len(prompt),
                 edits=edits,
                 capture=capture,

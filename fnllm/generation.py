@@ -4,7 +4,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 from fnllm.capture import Capture, capture_bytes, captures_of_each, expand, union_of_sites
 from fnllm.completion import Chunk, Completion, failed
@@ -31,7 +31,7 @@ def generate(
     layers: Layers | None = None,
     edits: Any = (),
     capture: Any = None,
-    seed: int | None = None,
+    seed: SupportsIndex | None = None,
     chat: Mapping[str, Any] | None = None,
     errors: str = "raise",
     progress: bool | None = None,
@@ -68,7 +68,7 @@ def stream(
     layers: Layers | None = None,
     edits: Any = (),
     capture: Any = None,
-    seed: int | None = None,
+    seed: SupportsIndex | None = None,
     chat: Mapping[str, Any] | None = None,
     errors: str = "raise",
     **options: Any,
@@ -90,7 +90,7 @@ def serve(
     layers: Layers | None,
     edits: Any,
     capture: Any,
-    seed: int | None,
+    seed: SupportsIndex | None,
     chat: Mapping[str, Any] | None,
     errors: str,
     options: Mapping[str, Any],

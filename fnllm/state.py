@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 from fnllm import scheduler
 from fnllm.capture import needs_whole_prompt
@@ -39,7 +39,7 @@ def add(state: State, request: Request) -> tuple[State, int]:
     return replace(state, scheduler=planned), seq_id
 
 
-def fork(state: State, seq_id: int, *, seed: int | None = None) -> tuple[State, int]:
+def fork(state: State, seq_id: int, *, seed: SupportsIndex | None = None) -> tuple[State, int]:
     """A second sequence with the same tokens, sharing full blocks; returns its id.
 
     A draw depends on seed, position and logits alone: without a seed of its own the fork goes on as its parent does.
