@@ -54,9 +54,8 @@ def tile_of(rows: int, outputs: int, *, gated: bool = False, itemsize: int = 2, 
     The rule was read off a sweep of 344 tiles over 120 products on an H200 (benchmarks/results/linear_tiles.json).
     With `gated` the weight has twice as many rows as there are `outputs`.
 
-    >>> tile_of(8, 1024), tile_of(64, 4096), tile_of(8192, 24576)
-    (Tile(rows=16, outputs=16, inputs=256, warps=4, stages=4), Tile(rows=64, outputs=32, inputs=128, warps=4, stages=6), \
-Tile(rows=256, outputs=128, inputs=64, warps=8, stages=4))
+    >>> [tuple(tile_of(rows, outputs)) for rows, outputs in ((8, 1024), (64, 4096), (8192, 24576))]
+    [(16, 16, 256, 4, 4), (64, 32, 128, 4, 6), (256, 128, 64, 8, 4)]
     """
     if itemsize == 4:  # no tensor cores, whose products of float32 are not exact
         return Tile(16 if rows <= 16 else 64, 64, 32, 4, 2)

@@ -58,7 +58,8 @@ if not INTERPRETING:
         check(whole, x, w, relative)
         for first, last in ((0, 1), (3, 9), (5, 29), (17, 65), (0, 128), (100, 260), (44, 300)):
             assert torch.equal(launch_tiled(x[first:last], w), whole[first:last]), (first, last)
-        for tile in (Tile(16, 16, 256, 4, 3), Tile(64, 128, 64, 4, 4), Tile(128, 64, 128, 4, 3), Tile(16, 64, 64, 4, 4)):
+        shapes = (16, 16, 256, 4, 3), (64, 128, 64, 4, 4), (128, 64, 128, 4, 3), (16, 64, 64, 4, 4)
+        for tile in (Tile(*shape) for shape in shapes):
             for tma in (False, True):
                 assert torch.equal(launch_tiled(x, w, tile=tile, tma=tma), whole), (tile, tma)
 
