@@ -55,13 +55,16 @@ def tile_of(rows: int, outputs: int, *, gated: bool = False, itemsize: int = 2, 
     With `gated` the weight has twice as many rows as there are `outputs`.
 
     >>> [tuple(tile_of(rows, outputs)) for rows, outputs in ((8, 1024), (64, 4096), (8192, 24576))]
-    [(16, 16, 256, 4, 4), (64, 32, 128, 4, 6), (256, 128, 64, 8, 4)]
+    [(16, 64, 256, 4, 4), (64, 32, 128, 4, 6), (256, 128, 64, 8, 4)]
     """
     if itemsize == 4:  # no tensor cores, whose products of float32 are not exact
         return Tile(16 if rows <= 16 else 64, 64, 32, 4, 2)
-    tall = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    most, wanted = (64, machine.multiprocessors // 2) if rows < 64 else (128, machine.multiprocessors)
-    wide = max(16, power_of_two(-(-outputs * -(-rows // tall) // wanted)))
+    # Few rows are the shorter side of what the tensor cores multiply: 16 or 32 of them by 64 outputs. The narrower the
+    # weight, the more such tiles beside each other pay, though each fetches the weight again.
+    by_16, by_32 = (64, 128) if outputs <= 2048 else (16, 63) if outputs <= 8192 else (16, 32)
+    tall = 16 if rows <= by_16 else 32 if rows <= by_32 else 64
+    most = 64 if tall < 64 or (gated and rows <= 64) else 128
+    wide = max(16, power_of_two(-(-outputs * -(-rows // tall) // machine.multiprocessors))) if tall == 64 else 64
     if rows > 64 and wide > most:
         tall = 256 if rows > 256 and rows * outputs > 256 * 128 * machine.multiprocessors and not gated else 128
     wide = min(wide, most)
@@ -101,6 +104,7 @@ def launch_tiled(
     tile: Tile | None = None,
     tma: bool | None = None,
     pdl: bool | None = None,
+    early: bool | None = None,
 ) -> Float[Tensor, "T Y"]:
     """x @ w.T, with `gated` silu(gate) * up of w's two halves, rounded where separate kernels would round.
 
@@ -122,7 +126,7 @@ def launch_tiled(
             for source, size in ((x, tile.rows), (w, tile.outputs))
         )
     tiled_linear_kernel[(triton.cdiv(tokens, tile.rows) * triton.cdiv(outputs, tile.outputs),)](
-        *sources, out, tokens, outputs, inputs, GATED=gated, TMA=sources[0] is not x, ROWS=tile.rows,
+        *sources, out, tokens, outputs, inputs, GATED=gated, TMA=sources[0] is not x, EARLY=bool(early), ROWS=tile.rows,
         OUTPUTS=tile.outputs, INPUTS=tile.inputs, num_warps=tile.warps, num_stages=tile.stages,
         **launch_options(x.device, pdl),
     )  # fmt: skip
@@ -135,14 +139,15 @@ if triton is not None:
     @triton.jit(do_not_specialize=["tokens"])
     def tiled_linear_kernel(
         x, w, out, tokens, outputs, inputs,
-        GATED: tl.constexpr, TMA: tl.constexpr,
+        GATED: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr,
         ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
         """out [tokens, outputs]; x and w are matrices or, with TMA, descriptors of their tiles."""
         # The tensor cores' larger side has 64 places: it takes the outputs where there are fewer rows.
         TURNED: tl.constexpr = ROWS < 64 and OUTPUTS >= 64
         if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
+            if EARLY:
+                tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
         program, all_rows = tl.program_id(0), tl.cdiv(tokens, ROWS)
         in_group = GROUP * tl.cdiv(outputs, OUTPUTS)
@@ -163,6 +168,8 @@ if triton is not None:
             if GATED:
                 b = load_tile(w, outputs + column, i, 2 * outputs, inputs, OUTPUTS, INPUTS, TMA)
                 up = multiply_add(up, a, b, TURNED)
+        if PDL and not EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
         dtype = out.dtype.element_ty
         if GATED:
             gate = total.to(dtype).to(tl.float32)
