@@ -62,9 +62,9 @@ def alone(params: fnllm.Params, prompts: list, options: dict) -> Bits:
 
 def of_mode(params: fnllm.Params, prompts: list, expected: Bits, plain: dict) -> dict[str, Any]:
     """What all cases of one compile mode gave."""
-    cases, unequal, preempted, reused, built = [], [], Counter(), Counter(), set()
+    cases, unequal, preempted, reused = [], [], Counter(), Counter()
+    lines: list[str] = []
     for case, options, run in together(params, prompts, plain):
-        lines: list[str] = []
         fnllm.engine(params, report=lines.append, **options)  # the machine that the calls of equal options share
         before = counted(params, options)
         found = run(options)
@@ -73,11 +73,11 @@ def of_mode(params: fnllm.Params, prompts: list, expected: Bits, plain: dict) ->
         unequal += differences(case, found, expected)
         preempted[case] = after.preemptions - before.preemptions
         reused[case] = (after.cached_tokens - before.cached_tokens) // options["block_size"]
-        built |= {line.split(" in ")[0] for line in lines if line.startswith(("captured decode", "captured prefill"))}
     for limit in (16384, 40, 1):  # all in one pass, packs of some, each alone
         case = f"score in packs of {limit}"
         cases.append(case)
         unequal += of_score(case, params, prompts, expected, limit)
+    built = {line.split(" in ")[0] for line in lines if line.startswith(("captured decode", "captured prefill"))}
     ok = not unequal and preempted["preemption"] > 0 and reused["prefix hits"] > 0
     return dict(
         cases=cases, unequal=unequal, preemptions=+preempted, blocks_reused=+reused, captured=sorted(built), ok=ok,

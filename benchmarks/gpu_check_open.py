@@ -62,30 +62,24 @@ def opened(s: SimpleNamespace) -> None:
                     began = time.perf_counter()
 
 
-class Built:
-    """Counts what a machine builds: graphs that torch.compile traces, and CUDA graphs."""
+def built(params: fnllm.Params, options: dict) -> tuple[int, dict[int, Any]]:
+    """How many graphs torch.compile has traced so far, and the CUDA graphs that the machine has."""
+    runners = fnllm.engine(params, **options).machine.runners.values()
+    return graphs_traced(), {id(one): one for runner in runners for one in runner.graphs.values()}
 
-    def __init__(self, params: fnllm.Params, options: dict):
-        self.lines: list[str] = []
-        self.machine = fnllm.engine(params, **options).machine
-        self.machine.report = self.lines.append  # of a machine that is there already
 
-    def __call__(self) -> tuple[int, int]:
-        """(traced, captured) so far."""
-        captured = [line for line in self.lines if line.startswith(("captured decode", "captured prefill"))]
-        return graphs_traced(), len(captured)
+def since(before: tuple, after: tuple) -> tuple[int, int]:
+    """Graphs traced and captured between two looks."""
+    return after[0] - before[0], len(after[1].keys() - before[1].keys())
 
 
 def twice(params: fnllm.Params, options: dict, first: Callable[[], Any], second: Callable[[], Any]) -> tuple:
     """What both calls give, and what each built."""
-    built = Built(params, options)
-    marks, results = [built()], []
-    for call in (first, second):
-        results.append(call())
-        marks.append(built())
-    spent = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in zip(marks, marks[1:], strict=False)]
-    counts = dict(traced=spent[0][0], captured=spent[0][1], built_again=sum(spent[1]))
-    return *results, counts
+    start = built(params, options)
+    one, between = first(), built(params, options)
+    two, end = second(), built(params, options)
+    traced, captured = since(start, between)
+    return one, two, dict(traced=traced, captured=captured, built_again=sum(since(between, end)))
 
 
 def captures_and_edits(params: fnllm.Params, options: dict) -> Iterator[dict]:
@@ -138,10 +132,9 @@ def swaps(params: fnllm.Params, options: dict) -> Iterator[dict]:
     first, second, counts = twice(quantised, options, call, call)
     found = [compared(dequantised(quantised), PROMPTS, outs, [()] * 4) for outs in (first, second)]
     yield verdict("8-bit weights", params, found, counts, True)
-    built = Built(params, options)
-    mark, after = built(), tokens(params, usual, GREEDY)()
+    mark, after = built(params, options), tokens(params, usual, GREEDY)()
     same = [out.token_ids for out in before] == [out.token_ids for out in after]
-    again = sum(b - a for a, b in zip(mark, built(), strict=True))
+    again = sum(since(mark, built(params, options)))
     found = [compared(params, PROMPTS, outs, [()] * 4) for outs in (before, after)]
     yield verdict("plain before and after", params, found, dict(built_again=again), same or routed(params))
 
