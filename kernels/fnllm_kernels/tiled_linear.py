@@ -38,6 +38,7 @@ class Machine(NamedTuple):
 
 
 H200 = Machine(132, 232448)
+SMALL_WEIGHT = 1 << 23  # numbers; larger ones are slower to fetch while the next kernel's programs wait beside
 
 
 def machine_of(device: torch.device) -> Machine:
@@ -115,6 +116,8 @@ def launch_tiled(
     out = x.new_empty(tokens, outputs)
     if not out.numel():
         return out
+    if pdl is None and w.numel() > SMALL_WEIGHT:
+        pdl = False
     if tile is None:
         tile = tile_of(tokens, outputs, gated=gated, itemsize=x.element_size(), machine=machine_of(x.device))
     sources = x, w
@@ -126,7 +129,7 @@ def launch_tiled(
             for source, size in ((x, tile.rows), (w, tile.outputs))
         )
     tiled_linear_kernel[(triton.cdiv(tokens, tile.rows) * triton.cdiv(outputs, tile.outputs),)](
-        *sources, out, tokens, outputs, inputs, GATED=gated, TMA=sources[0] is not x, EARLY=bool(early), ROWS=tile.rows,
+        *sources, out, tokens, outputs, inputs, GATED=gated, TMA=sources[0] is not x, EARLY=early is not False, ROWS=tile.rows,
         OUTPUTS=tile.outputs, INPUTS=tile.inputs, num_warps=tile.warps, num_stages=tile.stages,
         **launch_options(x.device, pdl),
     )  # fmt: skip
