@@ -45,7 +45,7 @@ def prefill_tiling(dtype: torch.dtype, head_dim: int, rows: int, shared_bytes: i
     keys = 64 if width <= 128 else 32
     roomy = shared_bytes >= 160 * 1024
     if needed <= 64 or (width > 128 and not roomy):
-        return PrefillTiling(min(64, needed), keys, 4, 2)
+        return PrefillTiling(min(64, needed), keys, 4, 3 if roomy and width <= 128 else 2)
     return PrefillTiling(128, keys, 8, 3 if roomy and width <= 128 else 2)
 
 
@@ -136,7 +136,11 @@ if triton is not None:
         scale_log2, window, cache_block, cache_row, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
         MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
     ):  # fmt: skip
-        """Online softmax over the keys begin..end-1; begin is a multiple of BLOCK_N, and so is end unless MASKED."""
+        """Online softmax over the keys begin..end-1; begin is a multiple of BLOCK_N, and so is end unless MASKED.
+
+        `top` is in units of the plain products. Scaling and subtracting round once, by an explicit fma: which tiles are
+        masked depends on how a prompt was cut into chunks, and the compiler would contract the two only without a mask.
+        """
         d = tl.arange(0, BLOCK_D)[None, :]
         page = pages(table, begin, end, S, BLOCK_N)
         for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
@@ -152,7 +156,7 @@ if triton is not None:
             loaded = (key < end)[:, None] & (d < D)
             keys = tl.load(k_head + where, mask=loaded, other=0.0)
             values = tl.load(v_head + where, mask=loaded, other=0.0)
-            scores = tl.dot(rows, tl.trans(keys), input_precision="tf32x3") * scale_log2
+            scores = tl.dot(rows, tl.trans(keys), input_precision="tf32x3")
             if MASKED:
                 seen = key[None, :] <= position[:, None]
                 if WINDOW:
@@ -162,9 +166,10 @@ if triton is not None:
             base = new_top
             if MASKED:  # a row that has seen no key yet has top -inf, and -inf - -inf is NaN
                 base = tl.where(new_top == -float("inf"), 0.0, new_top)
-            weights = tl.exp2(scores - base[:, None])
-            shrink = tl.exp2(top - base)
-            total = total * shrink + tl.sum(weights, 1)
+            base = -base * scale_log2
+            weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, scale_log2, tl.float32), base[:, None]))
+            shrink = tl.exp2(tl.fma(top, tl.full(top.shape, scale_log2, tl.float32), base))
+            total = tl.fma(total, shrink, tl.sum(weights, 1))
             acc = acc * shrink[:, None]
             acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="tf32x3")
             top = new_top

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fnllm_kernels.decode_tiles import triton
 from fnllm_kernels.silu_mul import silu_mul
-from fnllm_kernels.tiled_linear import fetches_tiles, launch_tiled
+from fnllm_kernels.tiled_linear import SMALL_WEIGHT, fetches_tiles, launch_tiled
 
 MAX_ROWS = 16
 LARGE_WEIGHT = 1 << 25  # numbers
@@ -67,10 +67,12 @@ def prefers_tiles(x, w, gated: bool) -> bool:
     rows, outputs = x.shape[0], w.shape[0] // 2 if gated else w.shape[0]
     if not (2 <= rows <= 256 and outputs <= 32768 and triton is not None and fetches_tiles(x, w)):
         return False
-    if rows <= 64:
-        return rows > 32 or w.shape[0] > 2048
+    if rows <= 16:
+        return w.shape[0] > 2048
+    if w.numel() <= SMALL_WEIGHT or rows <= 64:
+        return True
     # At 97 to 128 rows a wide gated product takes as long as cuBLAS and less power, which limits the clock.
-    return outputs <= 4096 or (gated and 96 < rows <= 128)
+    return rows <= 128 and (outputs <= 4096 or (gated and rows > 96))
 
 
 def _linear(x, w, bias, residual, norm, eps, gated) -> Tensor:

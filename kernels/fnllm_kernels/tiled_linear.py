@@ -38,7 +38,7 @@ class Machine(NamedTuple):
 
 
 H200 = Machine(132, 232448)
-SMALL_WEIGHT = 1 << 23  # numbers; larger ones are slower to fetch while the next kernel's programs wait beside
+SMALL_WEIGHT = 1 << 23  # numbers: a product whose time is less that of its bytes than that between two kernels
 
 
 def machine_of(device: torch.device) -> Machine:
@@ -109,7 +109,8 @@ def launch_tiled(
 ) -> Float[Tensor, "T Y"]:
     """x @ w.T, with `gated` silu(gate) * up of w's two halves, rounded where separate kernels would round.
 
-    tile: another than `tile_of` chooses; tma, pdl: fetch tiles by TMA, launch dependently (None: where possible).
+    tile: another than `tile_of` chooses; tma, pdl: fetch tiles by TMA, launch dependently (None: where it pays);
+    early: whether the next kernel may start while this one works, and not only near its end (None: for many rows).
     """
     x, w = x.contiguous(), w.contiguous()
     (tokens, inputs), outputs = x.shape, w.shape[0] // 2 if gated else w.shape[0]
@@ -117,9 +118,10 @@ def launch_tiled(
     if not out.numel():
         return out
     if pdl is None and w.numel() > SMALL_WEIGHT:
-        pdl = False
+        pdl = False  # 49 us become 58 where the next kernel's programs wait beside this one's
     if tile is None:
         tile = tile_of(tokens, outputs, gated=gated, itemsize=x.element_size(), machine=machine_of(x.device))
+    early = tokens > 16 if early is None else early
     sources = x, w
     if fetches_tiles(x, w) if tma is None else tma:
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -129,8 +131,8 @@ def launch_tiled(
             for source, size in ((x, tile.rows), (w, tile.outputs))
         )
     tiled_linear_kernel[(triton.cdiv(tokens, tile.rows) * triton.cdiv(outputs, tile.outputs),)](
-        *sources, out, tokens, outputs, inputs, GATED=gated, TMA=sources[0] is not x, EARLY=early is not False, ROWS=tile.rows,
-        OUTPUTS=tile.outputs, INPUTS=tile.inputs, num_warps=tile.warps, num_stages=tile.stages,
+        *sources, out, tokens, outputs, inputs, GATED=gated, TMA=sources[0] is not x, EARLY=early,
+        ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, num_warps=tile.warps, num_stages=tile.stages,
         **launch_options(x.device, pdl),
     )  # fmt: skip
     return out

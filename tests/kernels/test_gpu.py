@@ -87,11 +87,14 @@ def test_flash_refuses_what_it_cannot_take(backend):
         paged_attention(**inputs, **static, backend=backend)
 
 
-def test_invariant_form_gives_the_same_bits_in_any_batch_and_chunk():
-    case = cases.AttentionCase(16, 8, 128, 16, ((400, 700), (1, 9), (37, 200)))
-    inputs, static = fast_inputs(case, torch.bfloat16, 5, float("nan")), cases.static_arguments(case)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(16, 8, 128), (8, 8, 64), (28, 4, 128)])
+def test_invariant_form_gives_the_same_bits_in_any_batch_and_chunk(heads, kv_heads, head_dim, dtype):
+    """Single queries too: which tiles of keys need a mask depends on where a chunk begins."""
+    case = cases.AttentionCase(heads, kv_heads, head_dim, 16, ((400, 700), (1, 9), (37, 200)))
+    inputs, static = fast_inputs(case, dtype, 5, float("nan")), cases.static_arguments(case)
     whole = paged_attention(**inputs, **static, backend="triton_invariant")
-    for first, last in ((0, 130), (130, 131), (131, 400)):
+    for first, last in ((0, 130), (130, 131), (131, 400), *((i, i + 1) for i in range(0, 400, 7))):
         out = paged_attention(
             **inputs | {
                 "q": inputs["q"][first:last],
