@@ -22,8 +22,9 @@ from fnllm.capture import (
 from fnllm.distributed import world
 from fnllm.edits import Edit, channels_of, edit_key, placed
 from fnllm.failures import any_failed, failures
+from fnllm.jobs import Job, Variant, looks_back
 from fnllm.layers import Layers, check_layers
-from fnllm.machine import Job, Machine, Variant, looks_back
+from fnllm.machine import Machine
 from fnllm.options import EngineOptions, resolve
 from fnllm.prompts import check_ids, check_params_given
 from fnllm.readback import Readback, read_back
@@ -244,8 +245,7 @@ class Engine:
                 f"this state belongs to an engine of other sizes, {state.scheduler.config}; this one has {self.limits}"
             )
         since = state.clock if state.machine == self.machine.name else -1
-        disturbed = np.flatnonzero(self.machine.written > since).tolist()
-        settled = scheduler.invalidate(state.scheduler, disturbed)
+        settled = scheduler.invalidate(state.scheduler, self.machine.writes.since(since))
         running = [int(seq_id) for seq_id in settled.rows.seq_id if seq_id >= 0]
         for seq_id in sorted(running, reverse=True):  # the oldest ends up first in line
             settled = scheduler.park(settled, seq_id)
@@ -300,7 +300,7 @@ def weights_changed(params: Params) -> None:
     """
     for machine in (params.workspace or {}).values():
         if machine is not None:
-            machine.seen = {}
+            machine.weights_changed()
 
 
 def machine_for(

@@ -11,8 +11,9 @@ from fnllm.completion import Chunk, Completion, failed
 from fnllm.distributed import agree
 from fnllm.edits import Edit, channels_of, edits_of_each
 from fnllm.engines import Engine, Flight, machine_for
+from fnllm.jobs import Variant
 from fnllm.layers import Layers, check_layers
-from fnllm.machine import Machine, Variant
+from fnllm.machine import Machine
 from fnllm.options import EngineOptions
 from fnllm.progress import Meter, is_terminal
 from fnllm.prompts import check_params_given, normalise, pair_sampling
@@ -210,7 +211,7 @@ def run(
 ) -> Generator[Chunk, None, None]:
     """Step until every track has ended; however that ends, the state behind it serves the next call."""
     machine = worker.machine
-    machine.idle = None  # until it is known where this ends
+    machine.rest_at(None)  # until it is known where this ends
     meter: Meter | None = None
     flight: Flight | None = None
     try:
@@ -238,7 +239,7 @@ def run(
             elif flight is None:
                 raise RuntimeError(f"the scheduler has {len(tracks)} requests and no step for them")
     finally:
-        machine.idle = settled(worker, state, flight)
+        machine.rest_at(settled(worker, state, flight))
         if meter is not None:
             meter.close()
 
