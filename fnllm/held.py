@@ -46,8 +46,8 @@ class Versions:
         return self.changes, before is not None and before.places != now.places
 
     def forget(self) -> None:
-        """Give every group another number at its next look."""
-        self.seen = {}
+        """Give every group another number at its next look, which still tells what lies elsewhere."""
+        self.seen = {key: (seen._replace(writes=[]), number) for key, (seen, number) in self.seen.items()}
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:

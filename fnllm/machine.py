@@ -141,7 +141,7 @@ class Machine:
 
     def drop_graphs(self, variant: Variant) -> None:
         """Let the variant's steps be captured anew: their graphs hold the addresses of what its functions held."""
-        layers = layers_for(variant.layers, self.settings.numerics)
+        layers = self.layers_of(variant)
         for spec, runner in self.runners.items():
             if (spec.layers, spec.edits) == (layers, variant.edits):
                 runner.graphs.clear()
@@ -250,12 +250,11 @@ class Machine:
     def runner(self, variant: Variant, features: SamplerFeatures, tree: ParamTree) -> StepRunner:
         """The runner for a variant and what its sampler must do; tried and built at first use."""
         last = self.built.last
-        if last is not None and last[0] is variant and last[1] == features:
+        if last is not None and last[:2] == (variant, features):
             return last[2]
-        by_kernels = self.device.type == "cuda" and self.dtype != torch.float64
         spec = dataclasses.replace(
             self.spec,
-            layers=layers_for(variant.layers, self.settings.numerics, on_gpu=by_kernels),
+            layers=self.layers_of(variant),
             features=features,
             capture=variant.capture,
             edits=variant.edits,
@@ -267,6 +266,11 @@ class Machine:
             self.runners[spec] = StepRunner(spec, resident, self.settings, self.report)
         self.built.last = (variant, features, self.runners[spec])
         return self.runners[spec]
+
+    def layers_of(self, variant: Variant) -> Layers:
+        """The functions that a variant's steps call."""
+        by_kernels = self.device.type == "cuda" and self.dtype != torch.float64
+        return layers_for(variant.layers, self.settings.numerics, on_gpu=by_kernels)
 
     def try_variant(self, variant: Variant, spec: StepSpec, resident: Resident, tree: ParamTree) -> None:
         """Watch the variant's functions in one step on padding, unless they have passed that before."""
