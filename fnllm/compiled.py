@@ -20,6 +20,8 @@ from fnllm.rows import send
 from fnllm.step import StepOutput, StepSpec, step
 from fnllm_weights import ParamTree
 
+Report = Callable[[str], None]  # takes a line for each thing that is built
+
 
 class Resident(NamedTuple):
     """The tensors a step works on, at fixed addresses while an engine lives."""
@@ -61,17 +63,22 @@ class Captured:
 
 
 class StepRunner:
-    """Runs steps of one spec; builds what a bucket needs at its first use and says so through `report`."""
+    """Runs steps of one spec; builds what a bucket needs at its first use."""
 
-    def __init__(self, spec: StepSpec, resident: Resident, settings: Settings, report: Callable[[str], None]):
-        self.spec, self.resident, self.settings, self.report = spec, resident, settings, report
+    def __init__(self, spec: StepSpec, resident: Resident, settings: Settings):
+        self.spec, self.resident, self.settings = spec, resident, settings
         self.device = resident.rows.length.device
         self.graphs: dict[Bucket, Captured] = {}
         self.pool = torch.cuda.graph_pool_handle() if settings.captured else None
         self.compiled: dict[tuple[bool, int], Callable[..., StepOutput]] = {}
 
-    def __call__(self, tree: ParamTree, host: HostInputs, *, max_context: int, capture: bool) -> StepOutput:
-        """Run one step. With `capture` its bucket is replayed as a CUDA graph; its outputs last until the next step."""
+    def __call__(
+        self, tree: ParamTree, host: HostInputs, *, max_context: int, capture: bool, report: Report
+    ) -> StepOutput:
+        """Run one step, and tell `report` of what had to be built for it.
+
+        With `capture` its bucket is replayed as a CUDA graph; its outputs last until the next step.
+        """
         tokens, captured_tokens = (None if x is None else len(x) for x in (host.token_ids, host.captured))
         bucket = Bucket(len(host.row), tokens, captured_tokens, max_context)
         if not (capture and self.settings.captured):
@@ -81,11 +88,11 @@ class StepRunner:
             made, began = graphs_traced(), time.perf_counter()
             output = self.function(bucket)(tree, self.resident, inputs)
             if graphs_traced() != made:
-                self.report(f"compiled {bucket.name} in {time.perf_counter() - began:.1f} s")
+                report(f"compiled {bucket.name} in {time.perf_counter() - began:.1f} s")
             return output
         captured = self.graphs.get(bucket)
         if captured is None or not same_storage(captured.tree, tree):
-            captured = self.graphs[bucket] = self.capture(tree, bucket)
+            captured = self.graphs[bucket] = self.capture(tree, bucket, report)
         self.send(captured, host)
         captured.graph.replay()
         return captured.output
@@ -132,7 +139,7 @@ class StepRunner:
                 target.copy_(send(torch.from_numpy(new), self.device), non_blocking=True)
         captured.sent = host
 
-    def capture(self, tree: ParamTree, bucket: Bucket) -> Captured:
+    def capture(self, tree: ParamTree, bucket: Bucket, report: Report) -> Captured:
         """Compile and warm up on padding, which writes nothing, then capture."""
         began = time.perf_counter()
         inputs = self.upload(padding(bucket.entries, bucket.tokens, bucket.captured, self.settings.max_num_seqs))
@@ -147,7 +154,7 @@ class StepRunner:
         # In another mode the thread in which NCCL looks after earlier collectives would end the capture.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             output = run(tree, self.resident, inputs)
-        self.report(f"captured {bucket.name} in {time.perf_counter() - began:.1f} s")
+        report(f"captured {bucket.name} in {time.perf_counter() - began:.1f} s")
         found = Captured(graph, inputs, None, output, tree)
         # At the program's end too, where NCCL waits for every graph that holds its collectives.
         weakref.finalize(found, graph.reset)

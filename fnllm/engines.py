@@ -1,7 +1,7 @@
 """The engine: a loop body around the pure step. `step` is `schedule`, launch, read back, `commit`."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -19,6 +19,7 @@ from fnllm.capture import (
     needs_whole_prompt,
     union_of_sites,
 )
+from fnllm.compiled import Report
 from fnllm.distributed import world
 from fnllm.edits import Edit, channels_of, edit_key, placed
 from fnllm.failures import any_failed, failures
@@ -71,9 +72,16 @@ class Engine:
         variant: Variant,
         edits: tuple[Edit, ...] = (),
         capture: Capture = NOTHING,
+        report: Report | None = None,
     ):
         self.params, self.machine, self.variant = params, machine, variant
         self.edits, self.capture = edits, capture  # of a request that does not choose
+        self.own_report = report
+
+    @property
+    def report(self) -> Report:
+        """Whom to tell of what is built for this engine."""
+        return self.own_report or self.machine.report or (say if self.machine.tp.rank == 0 else quiet)
 
     @property
     def limits(self) -> SchedulerConfig:
@@ -175,7 +183,7 @@ class Engine:
     def prepare(self, sampling: Sampling) -> None:
         """Build the steps for requests sampled like this one beforehand; otherwise each is built when first needed."""
         features = features_of([sampling], eos_token_ids=self.params.config.eos_token_ids)
-        self.machine.prepare(self.params, self.variant, features)
+        self.machine.prepare(self.params, self.variant, features, self.report)
 
     def step(self, state: State) -> tuple[State, StepEvents | None]:
         """One step, waited for; None when there is nothing to do."""
@@ -206,7 +214,9 @@ class Engine:
         tokens, owners = np.zeros(0, np.int64), ()
         if self.variant.capture:
             tokens, owners = captured_rows(lambda seq_id: capture_of(planned, seq_id), plan)
-        output = self.machine.execute(self.params, self.variant, plan, lambda seq_id: job_of(planned, seq_id), tokens)
+        output = self.machine.execute(
+            self.params, self.variant, plan, lambda seq_id: job_of(planned, seq_id), tokens, self.report
+        )
         results = read_back(output, len(tokens))
         return replace(state, scheduler=planned, clock=self.machine.clock), Flight(plan, results, owners)
 
@@ -272,7 +282,7 @@ def engine(
     edits: Iterable[Edit] = (),
     capture: Capture | Iterable[str] | None = None,
     tp: TensorParallel | None = None,
-    report: Callable[[str], None] | None = None,
+    report: Report | None = None,
     **options: Any,
 ) -> Engine:
     """An engine for these parameters; `options` are those of `EngineOptions`.
@@ -280,14 +290,17 @@ def engine(
     Engines of one `params` with equal options share a machine, so that another one costs nothing: no pool, no compiling
     of what is compiled. A swapped layer has steps of its own and never sees others' cached prefixes. `edits` and
     `capture` are what each request gets; one may choose others of the same functions, shapes and sites. `tp` (None: the
-    ranks that torchrun started) is the group that holds the shards. `report` takes a line for each thing that a new
-    machine builds; a machine that is there goes on telling who made it. Raises TypeError or ValueError by name.
+    ranks that torchrun started) is the group that holds the shards. `report` takes a line for each thing that is built
+    for this engine, and from now on those for `generate` and for engines that were given none of their own; without any
+    they are shown on a terminal. Raises TypeError or ValueError by name.
     """
     check_params_given(params)
     edits, capture = tuple(edits), expand(params.config, as_capture(capture))
     variant = Variant(check_layers(layers, params.config), channels_of([edits]), union_of_sites([capture]))
-    machine = machine_for(params, variant, tp, report, EngineOptions(**options))
-    return Engine(params, machine, variant, edits, capture)
+    machine = machine_for(params, variant, tp, EngineOptions(**options))
+    if report is not None:
+        machine.tell(report)
+    return Engine(params, machine, variant, edits, capture, report)
 
 
 def weights_changed(params: Params) -> None:
@@ -307,7 +320,6 @@ def machine_for(
     params: Params,
     variant: Variant,
     tp: TensorParallel | None,
-    report: Callable[[str], None] | None,
     wanted: EngineOptions,
 ) -> Machine:
     """The machine of these parameters and options, built at first use, with the variant's names checked."""
@@ -321,7 +333,7 @@ def machine_for(
     if workspace.get(key) is None:
         resolved = resolve(wanted, params.config, weight.device.type == "cuda")
         with set_aside(weight.device):
-            workspace[key] = Machine(params, resolved, tp, report or (say if tp.rank == 0 else quiet))
+            workspace[key] = Machine(params, resolved, tp)
     return workspace[key]
 
 

@@ -127,10 +127,10 @@ def serve(
     chosen = edits_of_each(edits, len(found.ids))
     looked = [expand(params.config, one) for one in captures_of_each(capture, len(found.ids))]
     variant = Variant(layers, channels_of(chosen), union_of_sites(looked))
-    worker = Engine(params, machine_for(params, variant, None, None, EngineOptions(**options)), variant)
+    worker = Engine(params, machine_for(params, variant, None, EngineOptions(**options)), variant)
     state, tracks, refused = hand_in(worker, found.ids, settings, chosen, looked, seed, errors, live)
     if variant.capture:
-        worker.machine.reserve_for_captures(sum(bytes_captured(worker, one) for one in tracks.values()))
+        worker.machine.reserve_for_captures(sum(bytes_captured(worker, one) for one in tracks.values()), worker.report)
     shown = params.shard.rank == 0 and (is_terminal() if progress is None else progress)
     chunks = run(worker, state, tracks, refused, chosen, errors, shown)
     return chunks if live else alone(worker.machine, chunks)

@@ -13,7 +13,7 @@ import torch
 
 from fnllm.buckets import common_buckets, context_bound, pad_to_power, padded, padding
 from fnllm.cache import allocate, block_bytes, blocks_that_fit, host_memory, zero_broken_blocks
-from fnllm.compiled import Resident, StepRunner
+from fnllm.compiled import Report, Resident, StepRunner
 from fnllm.distributed import least
 from fnllm.edits import Channel
 from fnllm.held import Versions, held_tensors, tensors_of
@@ -51,9 +51,9 @@ class Built:
 class Machine:
     """Fixed-address tensors and the steps compiled around them, shared by all engines on the same parameters."""
 
-    def __init__(self, params: Params, settings: Settings, tp: TensorParallel, report: Callable[[str], None]):
+    def __init__(self, params: Params, settings: Settings, tp: TensorParallel):
         weight, config = params.tree["embed"], params.config
-        self.settings, self.tp, self.report = settings, tp, report
+        self.settings, self.tp = settings, tp
         self.device, self.dtype = weight.device, weight.dtype
         self.spec = plain_spec(params, settings, tp)
         # One plan serves all ranks, so the pool is as large as the rank with the least room can make it.
@@ -67,6 +67,7 @@ class Machine:
         self.writes = Writes(self.num_blocks, size, settings.max_num_seqs, max_blocks)
         self.versions = Versions()  # of the weights (None), and of what variants' functions hold
         self.watch = watch(tp, self.device)
+        self.report: Report | None = None  # of those who build without saying whom to tell
         self.idle: State | None = None  # where the last `generate` ended, with its prefix cache
         self.name = uuid.uuid4().hex  # states say whose cache they count on
         self.lock = threading.RLock()  # held by the thread whose step, or whose whole call, is running
@@ -90,6 +91,10 @@ class Machine:
         """Whether a launched step runs while the host goes on."""
         return self.device.type == "cuda"
 
+    def tell(self, report: Report) -> None:
+        """From now on, tell this of what is built for those who do not say whom to tell."""
+        self.report = report
+
     def rest_at(self, state: State | None) -> None:
         """Keep where a `generate` ended, for the next one to go on from; None while one runs."""
         self.idle = state
@@ -109,7 +114,7 @@ class Machine:
             needed=blocks_for_load(settings.max_model_len, settings.max_num_seqs, settings.block_size),
         )
 
-    def reserve_for_captures(self, needed: int) -> None:
+    def reserve_for_captures(self, needed: int, report: Report) -> None:
         """Say how many bytes captured activations will take; ValueError when the device has not that much free."""
         free, _ = memory_of(self.device)
         if needed > free:
@@ -117,7 +122,7 @@ class Machine:
                 f"capture would take up to {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free on {self.device}; "
                 "ask for fewer sites, positions or new tokens, or give a Capture per prompt"
             )
-        self.report(f"captured activations take at most {needed / 1e6:.1f} MB on {self.device}")
+        report(f"captured activations take at most {needed / 1e6:.1f} MB on {self.device}")
 
     def version_of(self, params: Params, variant: Variant) -> int:
         """A number that changes whenever a weight does: another tensor, or the same one written in place.
@@ -147,7 +152,13 @@ class Machine:
                 runner.graphs.clear()
 
     def execute(
-        self, params: Params, variant: Variant, plan: Plan, job_of: Callable[[int], Job], captured: np.ndarray
+        self,
+        params: Params,
+        variant: Variant,
+        plan: Plan,
+        job_of: Callable[[int], Job],
+        captured: np.ndarray,
+        report: Report,
     ) -> StepOutput:
         """Carry out one plan; `captured` are the tokens of its batch whose activations are asked for.
 
@@ -163,7 +174,7 @@ class Machine:
             variant = variant._replace(capture=())
         with torch.no_grad():
             return self.runner(variant, self.features_for(plan), params.tree)(
-                params.tree, inputs, max_context=max_context, capture=capture
+                params.tree, inputs, max_context=max_context, capture=capture, report=report
             )
 
     def clean(self) -> list[int]:
@@ -263,7 +274,7 @@ class Machine:
             rows = self.resident.rows._replace(edits=self.choices_of(variant.edits))
             resident = self.resident._replace(rows=rows)
             self.try_variant(variant, spec, resident, tree)
-            self.runners[spec] = StepRunner(spec, resident, self.settings, self.report)
+            self.runners[spec] = StepRunner(spec, resident, self.settings)
         self.built.last = (variant, features, self.runners[spec])
         return self.runners[spec]
 
@@ -281,7 +292,7 @@ class Machine:
             try_step(tree, resident, spec, traced=self.settings.traced and functions not in tried)
             tried |= {asked, functions}
 
-    def prepare(self, params: Params, variant: Variant, features: SamplerFeatures) -> None:
+    def prepare(self, params: Params, variant: Variant, features: SamplerFeatures, report: Report) -> None:
         """Compile and capture the steps of every bucket now, so that no request waits for them.
 
         Those of short contexts, for a batch whose sampler does what `features` says. Without graphs there is nothing
@@ -293,7 +304,7 @@ class Machine:
         with torch.no_grad():
             for bucket in common_buckets(self.settings):
                 empty = padding(bucket.entries, bucket.tokens, None, scratch)
-                runner(params.tree, empty, max_context=bucket.max_context, capture=True)
+                runner(params.tree, empty, max_context=bucket.max_context, capture=True, report=report)
 
 
 def plain_spec(params: Params, settings: Settings, tp: TensorParallel) -> StepSpec:

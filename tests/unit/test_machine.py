@@ -1,6 +1,7 @@
 """The machine behind the engines: what it finds again, what it builds anew, and whom it tells."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -59,3 +60,32 @@ def test_graphs_go_with_the_weights_whose_addresses_they_hold(monkeypatch, numer
         fnllm.weights_changed(params)
     machine.version_of(params, fnllm.engine(params, **swapped, **SMALL).variant)
     assert not runner.graphs
+
+
+@pytest.fixture
+def each_step_compiled(monkeypatch):
+    """Every step counts as one that had to be compiled, and none is."""
+    monkeypatch.setattr("fnllm.compiled.graphs_traced", itertools.count().__next__)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+
+
+def test_each_engine_of_a_machine_tells_its_own_report(each_step_compiled):
+    params, options = tiny(0)._replace(workspace={}), {**SMALL, "compile": "inductor"}
+    told: dict[str, list[str]] = {"first": [], "second": []}
+    engines = {name: fnllm.engine(params, report=lines.append, **options) for name, lines in told.items()}
+    for name, other in (("first", "second"), ("second", "first")):
+        told[other].clear()
+        state, _ = fnllm.add(engines[name].init(), engines[name].request(PROMPT, SHORT))
+        engines[name].step(state)
+        assert [line.split(" in ")[0] for line in told[name]] == ["compiled prefill of 4 tokens"]
+        assert not told[other]
+
+
+def test_generate_tells_the_report_that_was_given_last(each_step_compiled, capsys):
+    params, lines, others = tiny(0)._replace(workspace={}), [], []
+    generate(params, compile="inductor")
+    fnllm.engine(params, report=others.append, **SMALL, compile="inductor")
+    fnllm.engine(params, report=lines.append, **SMALL, compile="inductor")
+    fnllm.engine(params, **SMALL, compile="inductor")
+    generate(params, compile="inductor")
+    assert len(lines) == 8 and not others
