@@ -117,7 +117,6 @@ class Engine:
         cache_tag: Any = None,
         edits: Iterable[Edit] | None = None,
         capture: Capture | Iterable[str] | None = None,
-        version: int | None = None,
         checked: bool = False,
     ) -> Request:
         """A request for `add`.
@@ -127,9 +126,8 @@ class Engine:
         None. Raises TypeError or ValueError that names what is wrong; also for stop strings, n and prompt_logprobs,
         which the loop of `generate` sees to, and a logits_fn that returns no logits.
 
-        Two arguments are for a loop that hands in many: `version` is what `machine.version_of` just said and spares
-        looking at every weight again; `checked` promises that sampling and seeds are sound and that the loop does what
-        an engine does not.
+        `checked` is for a loop that hands in many: it promises that sampling and seeds are sound and that the loop does
+        what an engine does not.
         """
         if not checked:
             self.check_settings(sampling)
@@ -153,12 +151,7 @@ class Engine:
             max_tokens=sampling.max_tokens,
             min_tokens=sampling.min_tokens,
             stop_token_ids=stops,
-            cache_key=scheduler.make_cache_key(
-                params=self.machine.version_of(self.params, self.variant) if version is None else version,
-                layers=self.variant.layers,
-                edits=edit_key(edits),
-                tag=cache_tag,
-            ),
+            cache_key=scheduler.make_cache_key(layers=self.variant.layers, edits=edit_key(edits), tag=cache_tag),
             # What is captured must be computed, not found.
             use_cache=not needs_whole_prompt(capture, len(prompt)),
             payload=Job(
@@ -208,7 +201,9 @@ class Engine:
             )
         if state.clock != self.machine.clock or state.machine != self.machine.name:
             state = self.recover(state)
-        planned, plan = scheduler.schedule(state.scheduler)
+        planned, plan = scheduler.schedule(
+            state.scheduler, lambda: self.machine.version_of(self.params, self.variant)
+        )
         if plan is None:
             return replace(state, scheduler=planned), None
         tokens, owners = np.zeros(0, np.int64), ()

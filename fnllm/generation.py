@@ -148,11 +148,10 @@ def hand_in(
 ) -> tuple[State, dict[int, Track], list[Chunk]]:
     """The state with a request for each sample of each prompt, their tracks, and a chunk for each refused prompt.
 
-    It lies before the first token: what is the same for all requests is found once, and nothing is checked twice.
+    It lies before the first token, so nothing is checked twice.
     """
     params, machine = worker.params, worker.machine
     state = replace(machine.idle, variant=worker.variant) if machine.idle else worker.init()
-    version = machine.version_of(params, worker.variant)
     tracks: dict[int, Track] = {}
     refused: list[Chunk] = []
     for index, (ids, setting) in enumerate(zip(prompts, settings, strict=True)):
@@ -168,7 +167,6 @@ def hand_in(
                     sample=sample,
                     edits=edits[index],
                     capture=captures[index],
-                    version=version,
                     checked=True,
                 )
                 try:
