@@ -24,10 +24,11 @@ from fnllm.distributed import world
 from fnllm.edits import Edit, channels_of, edit_key, placed
 from fnllm.failures import any_failed, failures
 from fnllm.jobs import Job, Variant, looks_back
-from fnllm.layers import Layers, check_layers
+from fnllm.layers import Layers
 from fnllm.machine import Machine
 from fnllm.options import EngineOptions, resolve
-from fnllm.prompts import check_ids, check_params_given
+from fnllm.parameters import check_model
+from fnllm.prompts import check_ids
 from fnllm.readback import Readback, read_back
 from fnllm.sampler import child_seed, features_of
 from fnllm.sampling import Sampling, check_sampling, check_seed
@@ -289,9 +290,9 @@ def engine(
     for this engine, and from now on those for `generate` and for engines that were given none of their own; without any
     they are shown on a terminal. Raises TypeError or ValueError by name.
     """
-    check_params_given(params)
+    layers = check_model(params, layers)
     edits, capture = tuple(edits), expand(params.config, as_capture(capture))
-    variant = Variant(check_layers(layers, params.config), channels_of([edits]), union_of_sites([capture]))
+    variant = Variant(layers, channels_of([edits]), union_of_sites([capture]))
     machine = machine_for(params, variant, tp, EngineOptions(**options))
     if report is not None:
         machine.tell(report)
@@ -322,7 +323,7 @@ def machine_for(
         expand(params.config, Capture(channel.site))
     tp = tp or world(params.shard)
     workspace = {} if params.workspace is None else params.workspace
-    weight = params.tree["embed"]
+    weight = params.tree["norm"]
     num_ids = None if params.tokenizer is None else params.tokenizer.num_ids
     key = (wanted, tp, params.config, params.shard, weight.dtype, weight.device, num_ids)
     if workspace.get(key) is None:

@@ -12,11 +12,12 @@ from fnllm.distributed import agree
 from fnllm.edits import Edit, channels_of, edits_of_each
 from fnllm.engines import Engine, Flight, machine_for
 from fnllm.jobs import Variant
-from fnllm.layers import Layers, check_layers
+from fnllm.layers import Layers
 from fnllm.machine import Machine
 from fnllm.options import EngineOptions
+from fnllm.parameters import check_model
 from fnllm.progress import Meter, is_terminal
-from fnllm.prompts import check_params_given, normalise, pair_sampling
+from fnllm.prompts import normalise, pair_sampling
 from fnllm.sampling import Sampling, check_sampling, check_seed, from_defaults
 from fnllm.scoring import prompt_logprobs
 from fnllm.state import State, abort, add
@@ -104,8 +105,7 @@ def serve(
     With `live`, chunks are wanted as their tokens come, by a caller who may use the machine between them; without it
     the last of each request is, and the machine is nobody else's until then.
     """
-    check_params_given(params)
-    layers = check_layers(layers, params.config)
+    layers = check_model(params, layers)
     if seed is not None:
         seed = check_seed("seed", seed)
     seed = agree(
@@ -255,7 +255,7 @@ def settled(worker: Engine, state: State, flight: Flight | None) -> State | None
 
 def score_prompts(
     params: Params,
-    layers: Layers | None,
+    layers: Layers,
     tracks: Mapping[int, Track],
     edits: Sequence[Sequence[Edit]],
     machine: Machine,

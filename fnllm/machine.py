@@ -52,7 +52,7 @@ class Machine:
     """Fixed-address tensors and the steps compiled around them, shared by all engines on the same parameters."""
 
     def __init__(self, params: Params, settings: Settings, tp: TensorParallel):
-        weight, config = params.tree["embed"], params.config
+        weight, config = params.tree["norm"], params.config
         self.settings, self.tp = settings, tp
         self.device, self.dtype = weight.device, weight.dtype
         self.spec = plain_spec(params, settings, tp)
@@ -309,7 +309,7 @@ class Machine:
 
 def plain_spec(params: Params, settings: Settings, tp: TensorParallel) -> StepSpec:
     """What is fixed in a step of which no caller has changed anything."""
-    config, weight = params.config, params.tree["embed"]
+    config, weight = params.config, params.tree["norm"]
     num_ids = config.vocab_size if params.tokenizer is None else params.tokenizer.num_ids
     return StepSpec(
         config=config,

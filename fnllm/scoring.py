@@ -16,10 +16,11 @@ from fnllm.completion import TokenLogprob
 from fnllm.context import Context
 from fnllm.distributed import world
 from fnllm.edits import Edit, channels_of, edits_of_each
-from fnllm.layers import Layers, check_layers
+from fnllm.layers import Layers
 from fnllm.model import forward, head_logits
 from fnllm.numerics import BACKEND, check_numerics, exchanges_for, layers_for
-from fnllm.prompts import check_params_given, normalise
+from fnllm.parameters import check_model
+from fnllm.prompts import normalise
 from fnllm.rope import Rope, make_rope, rope_tables
 from fnllm.rows import choices_of
 from fnllm.sampler import log_normaliser, masked_logits, token_logprobs, top_tokens
@@ -67,7 +68,7 @@ def score(
     `EngineOptions`. Sequences are packed into passes of at most `max_batched_tokens` tokens (a longer one makes a pass
     of its own). Raises ValueError for an empty sequence or an id outside the vocabulary.
     """
-    check_params_given(params)
+    layers = check_model(params, layers)
     given = list(sequences) if isinstance(sequences, Iterator) else sequences
     ids = normalise(given, params.tokenizer, params.config.vocab_size).ids
     looked = [expand(params.config, one) for one in captures_of_each(capture, len(ids))]
@@ -87,7 +88,7 @@ def prompt_logprobs(
     prompts: Sequence[Sequence[int]],
     counts: Sequence[int],
     *,
-    layers: Layers | None = None,
+    layers: Layers,
     edits: Any = (),
     numerics: str = "default",
     max_batched_tokens: int = 16384,
@@ -115,7 +116,7 @@ def prompt_logprobs(
 def passes(
     params: Params,
     ids: Sequence[Sequence[int]],
-    layers: Layers | None,
+    layers: Layers,
     edits: Any,
     captures: Sequence[Capture],
     checkpoint: bool,
@@ -129,7 +130,7 @@ def passes(
         raise ValueError("checkpoint=True cannot run inside torch.func; leave it out, or use backward()")
     device = params.tree["norm"].device
     rope = make_rope(params.config, device)
-    layers = layers_for(watched_layers(check_layers(layers, params.config)), numerics)
+    layers = layers_for(watched_layers(layers), numerics)
     layers = checkpointed(layers) if checkpoint else layers
     tp = exchanges_for(tp or world(params.shard), numerics)
     chosen = edits_of_each(edits, len(ids))

@@ -24,7 +24,7 @@ LAYERS = """
     distributed batch state failures writes row_features
     loading watch context rows
     layers
-    jobs decode_layer numerics
+    jobs parameters decode_layer numerics
     model
     step
     options
