@@ -118,7 +118,6 @@ class Engine:
         cache_tag: Any = None,
         edits: Iterable[Edit] | None = None,
         capture: Capture | Iterable[str] | None = None,
-        checked: bool = False,
     ) -> Request:
         """A request for `add`.
 
@@ -126,20 +125,30 @@ class Engine:
         prefix cache. `edits` and `capture`, out of what the engine was built for, are the engine's own when
         None. Raises TypeError or ValueError that names what is wrong; also for stop strings, n and prompt_logprobs,
         which the loop of `generate` sees to, and a logits_fn that returns no logits.
-
-        `checked` is for a loop that hands in many: it promises that sampling and seeds are sound and that the loop does
-        what an engine does not.
         """
-        if not checked:
-            self.check_settings(sampling)
-            seed, sample = check_seed("seed", seed), check_seed("sample", sample)
-        config = self.params.config
-        prompt = check_ids("prompt", tuple(prompt), config.vocab_size)
+        self.check_settings(sampling)
+        seed, sample = check_seed("seed", seed), check_seed("sample", sample)
+        ids = check_ids("prompt", tuple(prompt), self.params.config.vocab_size)
         edits = self.edits if edits is None else tuple(edits)
+        capture = self.capture if capture is None else expand(self.params.config, as_capture(capture))
+        return self.request_of(ids, sampling, seed, sample, cache_tag=cache_tag, edits=edits, capture=capture)
+
+    def request_of(
+        self,
+        prompt: tuple[int, ...],
+        sampling: Sampling,
+        seed: int,
+        sample: int,
+        *,
+        cache_tag: Any = None,
+        edits: tuple[Edit, ...],
+        capture: Capture,
+    ) -> Request:
+        """`request`, for a loop that has checked ids, sampling and seeds, and does what an engine leaves to it."""
+        config = self.params.config
         placed(edits, self.variant.edits)
         if sampling.logits_fn is not None:
             self.machine.try_logits_fn(sampling.logits_fn)
-        capture = self.capture if capture is None else expand(config, as_capture(capture))
         if missing := set(capture.sites) - set(self.variant.capture):
             raise ValueError(
                 f"this engine was not built to capture {sorted(missing)}; name them in engine(capture=...)"
@@ -157,7 +166,7 @@ class Engine:
             use_cache=not needs_whole_prompt(capture, len(prompt)),
             payload=Job(
                 sampling,
-                child_seed(int(seed if sampling.seed is None else sampling.seed), int(sample)),
+                child_seed(seed if sampling.seed is None else sampling.seed, sample),
                 len(prompt),
                 edits=edits,
                 capture=capture,

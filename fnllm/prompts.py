@@ -3,7 +3,7 @@
 import operator
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -13,16 +13,9 @@ from fnllm_weights.tokenizer import Tokenizer, check_text
 FORMS = "text, a list of token ids, or a chat (a list of {'role': ..., 'content': ...})"
 
 
-class Prompts(NamedTuple):
-    """The prompts of one call."""
-
-    ids: tuple[tuple[int, ...] | Exception, ...]  # the error in place of a prompt that was refused
-    single: bool  # the caller gave one prompt and not a list of them
-
-
 def normalise(prompts: Any, tokenizer: Tokenizer | None, vocab_size: int, *, errors: str = "raise",
-              chat: Mapping[str, Any] | None = None) -> Prompts:
-    """One prompt or a list of prompts to ids.
+              chat: Mapping[str, Any] | None = None) -> tuple[tuple[int, ...] | Exception, ...]:
+    """The ids of one prompt, or of each in a list of prompts.
 
     A list whose first element is an integer is one prompt of ids, one whose first element is a dict is one chat; a
     string and a one-axis integer array are one prompt. An empty list is no prompt at all. `vocab_size` is the
@@ -48,7 +41,7 @@ def normalise(prompts: Any, tokenizer: Tokenizer | None, vocab_size: int, *, err
         for item in checked:
             if isinstance(item, Exception):
                 raise item
-    return Prompts(checked, single)
+    return checked
 
 
 def pair_sampling(count: int, sampling: Any) -> tuple[Sampling, ...]:
