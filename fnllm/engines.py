@@ -22,7 +22,7 @@ from fnllm.capture import (
 from fnllm.compiled import Report
 from fnllm.distributed import world
 from fnllm.edits import Edit, channels_of, edit_key, placed
-from fnllm.failures import any_failed, failures
+from fnllm.failures import any_failed, failures, no_tokens
 from fnllm.jobs import Job, Variant, looks_back
 from fnllm.layers import Layers
 from fnllm.machine import Machine
@@ -232,23 +232,27 @@ class Engine:
         """
         with self.machine.watch:
             ids = flight.results.wait()[: len(flight.plan.rows)].astype(np.int32)
-        planned, failed = state.scheduler, ()
-        wrong = any_failed(ids, self.params.config.vocab_size)
-        if wrong:
-            failed = failures(planned, flight.plan, ids, self.params.config.vocab_size)
-            for seq_id, _ in failed:
-                planned = scheduler.finish(planned, seq_id, "error")
-            # `commit` takes tokens alone: any stands for those that no sequence accepts any more.
-            ids = np.where(ids.view(np.uint32) < self.params.config.vocab_size, ids, 0)
-        planned, events = scheduler.commit(planned, flight.plan, ids)
-        if wrong:
-            with self.machine.lock, set_aside(self.machine.device):
-                planned = scheduler.invalidate(planned, self.machine.clean())
-            errors = (Finished(seq_id, "error", None) for seq_id, _ in failed)
-            events = replace(events, finished=(*events.finished, *errors))
-            state = replace(state, clock=self.machine.clock)
-        step = StepEvents(events, flight.plan, flight.results, flight.captured, failed)
+        if any_failed(ids, self.params.config.vocab_size):
+            return self.collect_failed(state, flight, ids)
+        planned, events = scheduler.commit(state.scheduler, flight.plan, ids)
+        step = StepEvents(events, flight.plan, flight.results, flight.captured)
         return replace(state, scheduler=planned), step
+
+    def collect_failed(self, state: State, flight: Flight, ids: np.ndarray) -> tuple[State, StepEvents]:
+        """`collect`, where some of the ids are no tokens: their sequences end, and their blocks are cleaned."""
+        plan, vocab_size = flight.plan, self.params.config.vocab_size
+        failed = failures(state.scheduler, plan, ids, vocab_size)
+        planned = state.scheduler
+        for seq_id, _ in failed:
+            planned = scheduler.finish(planned, seq_id, "error")
+        # `commit` takes tokens alone: any stands for those that no sequence accepts any more.
+        planned, events = scheduler.commit(planned, plan, np.where(no_tokens(ids, vocab_size), 0, ids))
+        with self.machine.lock, set_aside(self.machine.device):
+            planned = scheduler.invalidate(planned, self.machine.clean())
+        errors = (Finished(seq_id, "error", None) for seq_id, _ in failed)
+        events = replace(events, finished=(*events.finished, *errors))
+        step = StepEvents(events, plan, flight.results, flight.captured, failed)
+        return replace(state, scheduler=planned, clock=self.machine.clock), step
 
     def recover(self, state: State) -> State:
         """Continue a state that the machine has left since: blocks others wrote are forgotten and computed anew.
