@@ -22,7 +22,12 @@ class Seen(NamedTuple):
 def look(leaves: list[Tensor]) -> Seen:
     """What tells these tensors from others, and from themselves before a write; none of them is read."""
     places = [(id(leaf), leaf.data_ptr()) for leaf in leaves]
-    return Seen(leaves, places, [-1 if leaf.is_inference() else leaf._version for leaf in leaves])
+    return Seen(leaves, places, [writes_to(leaf) for leaf in leaves])
+
+
+def writes_to(x: Tensor) -> int:
+    """How often a tensor's memory was written, as PyTorch counts it; of those made in inference mode it counts none."""
+    return 0 if x.is_inference() else x._version
 
 
 class Versions:
