@@ -166,7 +166,7 @@ class Machine:
         """
         self.writes.follow(plan)
         self.apply(plan, job_of, variant.edits)
-        inputs, capture = padded(plan, self.settings, self.device.type == "cuda")
+        inputs, as_graph = padded(plan, self.settings, self.device.type == "cuda")
         max_context = 0 if inputs.token_ids is not None else context_bound(plan, self.settings.max_model_len)
         if len(captured):
             inputs = inputs._replace(captured=pad_to_power(captured))
@@ -174,7 +174,7 @@ class Machine:
             variant = variant._replace(capture=())
         with torch.no_grad():
             return self.runner(variant, self.features_for(plan), params.tree)(
-                params.tree, inputs, max_context=max_context, capture=capture, report=report
+                params.tree, inputs, max_context=max_context, as_graph=as_graph, report=report
             )
 
     def clean(self) -> list[int]:
@@ -304,7 +304,7 @@ class Machine:
         with torch.no_grad():
             for bucket in common_buckets(self.settings):
                 empty = padding(bucket.entries, bucket.tokens, None, scratch)
-                runner(params.tree, empty, max_context=bucket.max_context, capture=True, report=report)
+                runner(params.tree, empty, max_context=bucket.max_context, as_graph=True, report=report)
 
 
 def plain_spec(params: Params, settings: Settings, tp: TensorParallel) -> StepSpec:
