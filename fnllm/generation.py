@@ -112,14 +112,14 @@ def serve(params: Params, call: Call, *, progress: bool | None, live: bool) -> G
     With `live`, chunks are wanted as their tokens come, by a caller who may use the machine between them; without it
     the last of each request is, and the machine is nobody else's until then.
     """
-    call = call._replace(layers=check_model(params, call.layers))
+    layers = check_model(params, call.layers)
     seed = None if call.seed is None else check_seed("seed", call.seed)
-    inputs = call._asdict()
+    inputs = call._replace(layers=layers)._asdict()
     del inputs["seed"]
     seed = agree(params, seed, **inputs)
     wishes = wishes_of(params, call)
     edits, sites = [one.edits for one in wishes], union_of_sites(one.capture for one in wishes)
-    variant = Variant(call.layers, channels_of(edits), sites)
+    variant = Variant(layers, channels_of(edits), sites)
     worker = Engine(params, machine_for(params, variant, None, EngineOptions(**call.options)), variant)
     state, tracks, refused = hand_in(worker, wishes, seed, call.errors, live)
     if variant.capture:
