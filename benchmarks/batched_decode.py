@@ -34,6 +34,7 @@ from fnllm_kernels.qk_norm_rope_attention import (  # noqa: E402
     qk_norm_rope_attention_reference,
     qk_norm_rope_attention_triton,
 )
+from fnllm_kernels.tiled_linear import launch_tiled  # noqa: E402
 
 EPS = 1e-6
 BLOCK_SIZE = 128
@@ -81,19 +82,37 @@ class Kernels(NamedTuple):
     silu: Callable[..., Tensor]
 
 
+def plain_product(x: Tensor, w: Tensor, gated: bool = False) -> Tensor:
+    y = torch.nn.functional.linear(x, w)
+    return silu_mul.silu_mul_reference(y) if gated else y
+
+
+def kernel_of(x: Tensor, w: Tensor, gated: bool) -> str:
+    """What `small_linear` runs for a product."""
+    if small_linear.prefers_tiles(x, w, gated):
+        return "tiles"
+    return "few rows" if small_linear.takes(x, w) else "cuBLAS"
+
+
 def kernels_of(device: str, pdl: bool) -> Kernels:
-    """The Triton kernels (products of many rows are cuBLAS's), or plain torch off the GPU."""
+    """The Triton kernels and cuBLAS as a step chooses between them, or plain torch off the GPU."""
     if device == "cpu":
         attend = functools.partial(paged_attention_reference, max_seqlen_q=1)
         return Kernels(
-            norm.add_rms_norm_reference, torch.nn.functional.linear, qk_norm_rope_store.qk_norm_rope_store_reference,
+            norm.add_rms_norm_reference, plain_product, qk_norm_rope_store.qk_norm_rope_store_reference,
             lambda *args, metadata, **options: attend(*args, **options),
             qk_norm_rope_attention_reference, silu_mul.silu_mul_reference,
         )  # fmt: skip
     from fnllm_kernels.decode_linear import launch_linear
 
-    def product(x: Tensor, w: Tensor) -> Tensor:
-        return launch_linear(x, w, pdl=pdl) if small_linear.takes(x, w) else torch.nn.functional.linear(x, w)
+    def product(x: Tensor, w: Tensor, gated: bool = False) -> Tensor:
+        kernel = kernel_of(x, w, gated)
+        if kernel == "tiles":
+            return launch_tiled(x, w, gated=gated, pdl=pdl)
+        if kernel == "few rows":
+            return launch_linear(x, w, gated=gated, pdl=pdl)
+        y = torch.nn.functional.linear(x, w)
+        return silu_mul._silu_mul_triton(y, pdl=pdl) if gated else y
 
     def launched(function: Callable) -> Callable:
         return functools.partial(function, pdl=pdl)
@@ -173,7 +192,7 @@ class Step:
             qkv = k.product(h, p["qkv"])
             out = self.fused(k, qkv, layer) if fused else self.attend(k, self.store(k, qkv, layer), layer)
             h, residual = k.add_norm(k.product(out.flatten(1), p["o"]), residual, p["post_norm"], EPS)
-            x = k.product(k.silu(k.product(h, p["gate_up"])), p["down"])
+            x = k.product(k.product(h, p["gate_up"], gated=True), p["down"])
         return x
 
     def attention_bytes(self) -> int:
@@ -206,8 +225,9 @@ def kernels_alone(step: Step, k: Kernels, *, with_products: bool) -> Iterator[Al
     yield Alone("silu_mul", lambda i: k.silu(gate_up), 3 * gate_up.numel())
     for name, (outputs, width) in shape.products().items():
         x = model.normal(rows, width)
-        call = lambda i, name=name, x=x: k.product(x, model.layers[i][name])  # noqa: E731
-        kernel = "small_linear" if small_linear.takes(x, model.layers[0][name]) else "cuBLAS"
+        gated = name == "gate_up"
+        call = lambda i, name=name, x=x, gated=gated: k.product(x, model.layers[i][name], gated=gated)  # noqa: E731
+        kernel = kernel_of(x, model.layers[0][name], gated)
         moved = 2 * (outputs * width + rows * (outputs + width))
         yield Alone(f"{name} by {kernel}", call, moved, 2 * rows * outputs * width)
 

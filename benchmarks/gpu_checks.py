@@ -3,7 +3,10 @@
 Parts, each in processes of its own with a time limit; the results are written after every part:
 - pytest: the tests marked gpu.
 - memcheck, racecheck: every custom op once under compute-sanitizer (sanitized_kernels.py).
-- equal, batches, poison: see gpu_check_parts.py. --checkpoint FOLDER adds a real model to `equal`.
+- equal, batches, poison: see gpu_check_parts.py. --checkpoint FOLDER adds a real model to `equal` and `invariance`.
+- invariance: bits alone, in batches, in chunks, preempted, on prefix hits and scored (gpu_check_invariance.py).
+- open: captures, edits, swaps and states against plain passes on the CPU (gpu_check_open.py).
+- examples: every script of examples/ that needs no network (gpu_check_examples.py).
 - soak: random requests for --minutes (soak.py).
 - numerics: the price of batch invariance (numerics_price.py).
 - startup: seconds until the first token, and that nothing is built later (startup.py).
@@ -27,7 +30,9 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-PARTS = ("pytest", "memcheck", "racecheck", "equal", "batches", "poison", "soak", "numerics", "startup")
+PARTS = ("pytest", "memcheck", "racecheck", "equal", "batches", "poison", "invariance", "open", "examples", "soak",
+         "numerics", "startup")  # fmt: skip
+SHARED = ("equal", "invariance", "open", "examples")  # their cases are divided among --jobs processes
 SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 SANITIZED = 9  # status of a run in which the sanitizer found something
 TAIL = 2500  # characters kept of what a failed process said
@@ -45,16 +50,18 @@ def commands(part: str, args: argparse.Namespace, folder: Path) -> list[list[str
     if part in ("memcheck", "racecheck"):
         run = [python, str(HERE / "sanitized_kernels.py"), "--device", device]
         return [run if args.cpu else [SANITIZER, "--tool", part, "--error-exitcode", str(SANITIZED), *run]]
-    if part in ("equal", "batches", "poison"):
-        jobs = args.jobs if part == "equal" else 1
+    if part in ("batches", "poison", *SHARED):
+        jobs = args.jobs if part in SHARED else 1
         settings = dict(
             rows=str(folder / f"{part}.jsonl"), device=device, oracle=str(ROOT / "tests" / "oracle"),
             checkpoint=args.checkpoint, modes=args.modes, jobs=jobs, largest=3 if args.cpu else 256,
             size="tiny" if args.cpu else "0.6b-cut" if part == "batches" else "small",
             dtype="float32" if args.cpu else "bfloat16", compile="none" if args.cpu else "graphs",
         )  # fmt: skip
-        script = str(HERE / "gpu_check_parts.py")
-        return [[python, script, part, json.dumps(dict(settings, job=job))] for job in range(jobs)]
+        run = [python, str(HERE / "gpu_check_parts.py"), part]
+        if part in ("invariance", "open", "examples"):
+            run = [python, str(HERE / f"gpu_check_{part}.py")]
+        return [[*run, json.dumps(dict(settings, job=job, limit=args.limit / 2))] for job in range(jobs)]
     if part == "soak":
         return [[python, str(HERE / "soak.py"), "--minutes", str(args.minutes), "--seed", str(args.seed),
                  "--device", device, "--out", out]]  # fmt: skip
@@ -157,9 +164,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8, help="minutes of the soak, less than the limit")
     parser.add_argument("--seed", type=int, default=0, help="of the soak")
     parser.add_argument("--modes", default="none,graphs,inductor,reduce-overhead", help="compile modes to check")
-    parser.add_argument("--jobs", type=int, default=8, help="processes that share the checkpoints of `equal`")
+    parser.add_argument("--jobs", type=int, default=8, help=f"processes for each of {', '.join(SHARED)}")
     parser.add_argument("--size", default="8b", help="shape of the checkpoint that `startup` loads")
-    parser.add_argument("--checkpoint", help="folder of a real checkpoint for `equal`")
+    parser.add_argument("--checkpoint", help="folder of a real checkpoint for `equal` and `invariance`")
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
     if unknown := set(args.only.split(",")) - set(PARTS):

@@ -170,7 +170,7 @@ def cases(fast: str) -> dict[str, tuple[Callable, tuple]]:
         "decode_attention": case_decode_attention(0),
         "decode_attention, window": case_decode_attention(5),
     }  # fmt: skip
-    for rows in (1, 3, 16, 17):
+    for rows in (1, 3, 16, 17, 40, 70):  # by kernels for few rows, by tiles, by cuBLAS
         found[f"small_linear, {rows} rows"] = case_linear(rows, False)
         found[f"small_linear, gated, {rows} rows"] = case_linear(rows, True)
         found[f"norm_linear, {rows} rows"] = case_norm_linear(rows)

@@ -37,7 +37,7 @@ def effects(
             edits = [[fnllm.patch(at, known.captured[at][t : t + 1], t)] for t in range(len(clean))]
             scored = fnllm.score(params, [corrupted + [answer]] * len(clean), edits=edits)
             rows.append(torch.stack([(x[-1] - low) / (high - low) for x in scored]))
-    return torch.stack(rows)
+    return torch.stack(rows).cpu()
 
 
 def aligned(params: fnllm.Params, clean: str, corrupted: str) -> tuple[list[int], list[int]]:

@@ -28,7 +28,7 @@ def lens(
         logits = (params.tree["norm"] * (stream * scale)).float() @ params.tree["lm_head"].float().T
         probabilities = logits.softmax(-1)
         guesses.append([params.tokenizer.decode([int(i)]) for i in logits.argmax(-1)])
-        chances.append(probabilities.gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
+        chances.append(probabilities.cpu().gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
     return [params.tokenizer.decode([i]) for i in ids], guesses, torch.stack(chances)
 
 

@@ -53,13 +53,13 @@ def train(
     **options,
 ) -> list[Round]:
     """Improve `params` in place so that completions of the prompts are rewarded; returns each round's figures."""
-    weights = [x.requires_grad_() for x in leaves(params.tree)]
+    weights, device = [x.requires_grad_() for x in leaves(params.tree)], params.tree["norm"].device
     optimizer = torch.optim.Adam(weights, lr=rate, betas=(0.9, 0.95))
     sampling = fnllm.Sampling(n=samples, max_tokens=length, logprobs=0, ignore_eos=True)
     history = []
     for number in range(rounds):
         outs = fnllm.generate(params, prompts, sampling, seed=number * 1000, **options)
-        rewards = torch.tensor([reward(out) for out in outs]).view(len(prompts), samples)
+        rewards = torch.tensor([reward(out) for out in outs], device=device).view(len(prompts), samples)
         advantage = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
         encode = params.tokenizer.encode if params.tokenizer else list
         ids = [list(encode(p) if isinstance(p, str) else p) for p in prompts for _ in range(samples)]
@@ -70,7 +70,7 @@ def train(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
-        drawn = torch.tensor([[x.logprob for x in out.logprobs] for out in outs])
+        drawn = torch.tensor([[x.logprob for x in out.logprobs] for out in outs], device=device)
         best = outs[int(rewards.argmax())]
         history.append(Round(rewards.mean().item(), (drawn - new.detach()).abs().max().item(), best.text))
         report(history[-1])
@@ -78,7 +78,7 @@ def train(
 
 
 def main(path: str | None = None, out: str = "on_policy.png") -> None:
-    params = fnllm.load(path or None)
+    params = fnllm.load(path or None, dtype="float32")  # steps this small are lost in bfloat16
 
     def say(one: Round) -> None:
         print(f"reward {one.reward:5.3f}   generate and score differ by {one.gap:.1e}   {one.text!r}", flush=True)

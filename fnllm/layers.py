@@ -66,7 +66,7 @@ def on_device(x: Tensor, ctx: Context) -> bool:
 def linear(p: Float[Tensor, "O I"], x: Float[Tensor, "T I"], ctx: Context) -> Float[Tensor, "T O"]:
     """The product of activations with a weight; every projection of the model, and the head, goes through it."""
     if on_device(x, ctx):
-        return small_linear(x, p)  # cuBLAS from 17 rows on
+        return small_linear(x, p)
     return F.linear(x, p) if x.is_cuda or ctx.cache is None else host_linear(x, p)
 
 
@@ -167,11 +167,18 @@ def attend_cached(q: Float[Tensor, "T N D"], ctx: Context) -> Float[Tensor, "T N
 
 def mlp(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "T H"]:
     """SwiGLU feed-forward (Shazeer 2020), gate and up in one product, one all-reduce."""
+    y = ctx.tp.all_reduce(ctx.layers.linear(p["down"], gated(p, x, ctx), ctx))
+    return y + p["down_bias"] if "down_bias" in p else y
+
+
+def gated(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "T I"]:
+    """The activation of gate and up; one kernel may do both where both functions are the usual ones."""
+    if on_device(x, ctx) and ctx.layers.linear is linear and ctx.layers.activation is activation:
+        return small_linear(x, p["gate_up"], bias=p.get("gate_up_bias"), gated=True)
     gate_up = ctx.layers.linear(p["gate_up"], x, ctx)
     if "gate_up_bias" in p:
         gate_up = gate_up + p["gate_up_bias"]
-    y = ctx.tp.all_reduce(ctx.layers.linear(p["down"], ctx.layers.activation(gate_up, ctx), ctx))
-    return y + p["down_bias"] if "down_bias" in p else y
+    return ctx.layers.activation(gate_up, ctx)
 
 
 def activation(gate_up: Float[Tensor, "... two_I"], ctx: Context) -> Float[Tensor, "... I"]:

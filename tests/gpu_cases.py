@@ -1,8 +1,12 @@
-"""Problems for the kernels on a CUDA device, of real shapes, made there without a Python loop over keys."""
+"""What GPUs are checked with: kernel problems of real shapes, made there; ways of running that may change no bit."""
+
+import random
 
 import kernel_cases as cases
 import torch
 
+import fnllm
+from fnllm.scheduler import Counters
 from fnllm_kernels.attention import attention_metadata
 
 REAL = {
@@ -78,3 +82,41 @@ def new_inputs(case, *, norm, dtype, seed):
     first = {"qkv": qkv, "q_norm": weights[0], "k_norm": weights[1], "eps": 1e-6}
     rest = {"slots": slots, "num_heads": case.heads, "scale": case.head_dim**-0.5, "window": case.window}
     return first | {"cos": angle.cos(), "sin": angle.sin()} | inputs | rest
+
+
+SURROUNDINGS = {"num_blocks": 64, "block_size": 4, "numerics": "batch_invariant"}
+DRAWN = fnllm.Sampling(temperature=0.7, top_p=0.9, seed=3, max_tokens=8, logprobs=2, ignore_eos=True)
+LONGEST = 27  # tokens of a prompt
+
+
+def ways(longest=LONGEST):
+    """Ways of running the prompts together, as engine options on top of SURROUNDINGS."""
+    needed = -(-(longest + DRAWN.max_tokens) // SURROUNDINGS["block_size"])  # blocks of the longest sequence
+    return {
+        "batch mates": {},
+        "chunks of 1": {"max_chunk": 1},
+        "chunks of 7": {"max_chunk": 7},
+        "steps of 9 tokens": {"max_num_batched_tokens": 9, "max_num_seqs": 4},
+        # room for all prompts and one block more: they start together, and some must give way
+        "preemption": {"num_blocks": needed + 7},
+        "blocks of 16": {"block_size": 16, "num_blocks": 24 + needed},
+        "rows for these alone": {"max_num_seqs": 5},  # so on a GPU their decode steps need no padding
+    }
+
+
+def prompts_of(vocab_size, longest=LONGEST):
+    """Prompts of several lengths, the last two with a common prefix."""
+    draw = random.Random(1)
+    whole = [[draw.randrange(3, vocab_size) for _ in range(n)] for n in (1, 3, 17, longest)]
+    return [*whole, whole[3][: longest - 6]]
+
+
+def bits(completions):
+    """All that may not depend on a request's surroundings: tokens, log-probabilities, the likeliest others."""
+    return [(out.token_ids, out.logprobs) for out in completions]
+
+
+def counted(params, options):
+    """What the scheduler of these options has counted in `generate`'s calls so far."""
+    idle = fnllm.engine(params, **options).machine.idle
+    return Counters() if idle is None else idle.scheduler.counters

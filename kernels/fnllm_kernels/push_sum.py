@@ -55,13 +55,23 @@ def few_words(ranks: int) -> int:
 
 
 def mailbox_words(ranks: int, largest: int) -> int:
-    """64-bit words of memory of each rank, zeros before the first exchange, for sums of up to `largest` bytes."""
+    """64-bit words of memory of each rank, zeros before the first exchange, for sums of up to `largest` bytes.
+
+    An even number, so that the ranks' boxes may lie behind each other: each must start at a multiple of 16 bytes.
+    """
     programs = -(-largest // (4 * BLOCK))
-    return few_words(ranks) + ranks * programs * BLOCK + ranks * programs  # data and flags of 32 bits, two turns
+    words = few_words(ranks) + ranks * programs * BLOCK + ranks * programs  # data and flags of 32 bits, two turns
+    return words + words % 2
 
 
 def make_mailbox(rank: int, addresses: Sequence[int], memory: Tensor, largest: int) -> Mailbox:
-    """The mailbox of a rank whose memory is `memory` and that reaches all ranks' memory at `addresses`."""
+    """The mailbox of a rank whose memory is `memory` and that reaches all ranks' memory at `addresses`.
+
+    Raises ValueError for an address that is no multiple of 16.
+    """
+    odd = [address for address in addresses if address % 16]
+    if odd:
+        raise ValueError(f"addresses must be multiples of 16 bytes, which the kernels store at once; found {odd}")
 
     def boxes(offset: int, programs: int) -> Boxes:
         starts = torch.tensor([address + offset for address in addresses], device=memory.device)

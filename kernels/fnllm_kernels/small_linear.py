@@ -1,9 +1,11 @@
-"""Linear layers for 1 to 16 rows: kernels whose time is that of reading the weights once.
+"""Linear layers for the rows of a decode step: kernels whose time is that of reading the weights once.
 
 `small_linear` may add a bias and a residual; `norm_linear` puts an RMSNorm before the product; with `gated` the weight
-is a gate_up matrix and the result silu(gate) * up. Up to four rows go through fused multiply-adds, a row of weights per
-warp; more go through the tensor cores. On sm_90 the kernels are launched dependently: they fetch their first weights,
-which no kernel of the step writes, while the kernel before them still runs, and only then wait for its output.
+is a gate_up matrix and the result silu(gate) * up. Three kinds of kernels, and cuBLAS where it is faster:
+- one row, and few rows of a small weight (`decode_linear.py`). On sm_90 they are launched dependently: they fetch their
+  first weights, which no kernel of the step writes, while the kernel before them still runs, and only then wait for its
+  output;
+- other products of up to 256 rows, on sm_90, by tiles that are fetched by TMA (`tiled_linear.py`).
 """
 
 import torch
@@ -11,6 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fnllm_kernels.decode_tiles import triton
+from fnllm_kernels.silu_mul import silu_mul
+from fnllm_kernels.tiled_linear import fetches_tiles, launch_tiled
 
 MAX_ROWS = 16
 LARGE_WEIGHT = 1 << 25  # numbers
@@ -42,16 +46,15 @@ def linear_reference(x, w, *, bias=None, residual=None, norm=None, eps=0.0, gate
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         x = norm * wide.to(x.dtype)
     y = torch.nn.functional.linear(x, w, bias)
-    if gated:
-        gate, up = y.chunk(2, dim=-1)
-        y = torch.nn.functional.silu(gate) * up
+    y = silu_mul(y) if gated else y
     return y if residual is None else residual + y
 
 
 def takes(x, w) -> bool:
-    """Whether to use the Triton kernels: bf16 on a GPU, rows of a length that 8 divides, and where they are the faster.
+    """Whether the kernels for few rows serve: bf16 on a GPU, rows of a length that 8 divides, and no large weight.
 
-    For more than one row of x cuBLAS reads a large w as fast (benchmarks/results/decode_kernels.json).
+    For one row they read a large weight as well, as fast as cuBLAS or faster
+    (benchmarks/results/decode_kernels.json).
     """
     rows, size = x.shape[0], w.numel()
     if not (x.is_cuda and triton is not None and x.dtype == w.dtype == torch.bfloat16 and w.is_contiguous()):
@@ -59,8 +62,21 @@ def takes(x, w) -> bool:
     return x.shape[1] % 8 == 0 and (rows == 1 or (rows <= MAX_ROWS and size <= LARGE_WEIGHT))
 
 
+def prefers_tiles(x, w, gated: bool) -> bool:
+    """Whether tiles are faster than both the kernels for few rows and cuBLAS (benchmarks/results/linear_tiles.json)."""
+    rows, outputs = x.shape[0], w.shape[0] // 2 if gated else w.shape[0]
+    if not (2 <= rows <= 256 and outputs <= 32768 and triton is not None and fetches_tiles(x, w)):
+        return False
+    if rows <= 64:
+        return rows > 32 or w.shape[0] > 2048
+    # At 97 to 128 rows a wide gated product takes as long as cuBLAS and less power, which limits the clock.
+    return outputs <= 4096 or (gated and 96 < rows <= 128)
+
+
 def _linear(x, w, bias, residual, norm, eps, gated) -> Tensor:
     check_linear(x, w, bias=bias, residual=residual, norm=norm, gated=gated)
+    if bias is None and residual is None and norm is None and prefers_tiles(x, w, gated):
+        return launch_tiled(x, w, gated=gated)
     if not takes(x, w):
         return linear_reference(x, w, bias=bias, residual=residual, norm=norm, eps=eps, gated=gated)
     from fnllm_kernels.decode_linear import launch_linear
@@ -98,7 +114,7 @@ def small_linear(
 ) -> Float[Tensor, "T Y"]:
     """x @ w.T (+ bias) (+ residual); with gated silu(gate) * up of w's two halves, Y = O / 2.
 
-    More than 16 rows go to torch's own product. Raises ValueError for operands that do not fit, TypeError for mixed
+    Raises ValueError for operands that do not fit, TypeError for mixed
     dtypes.
     """
     return _small_linear(x, w, bias, residual, gated)

@@ -31,6 +31,8 @@ def test_refuses_what_it_does_not_take():
     mailbox = push_sum.make_mailbox(0, [memory.data_ptr()] * 2, memory, 100)
     with pytest.raises(ValueError, match="at most 8192 bytes"):  # a program's part
         push_sum.push_sum(torch.zeros(2049), mailbox)
+    with pytest.raises(ValueError, match="multiples of 16 bytes"):
+        push_sum.make_mailbox(0, [memory.data_ptr(), memory.data_ptr() + 8], memory, 100)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="starts this file again")

@@ -4,6 +4,8 @@ import random
 
 import pytest
 import torch
+from gpu_cases import DRAWN, SURROUNDINGS, bits, counted, ways
+from gpu_cases import prompts_of as drawn_prompts
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fnllm
@@ -12,20 +14,13 @@ from fnllm_kernels.attention import paged_attention
 from fnllm_kernels.invariant_linear import invariant_linear
 
 SMALL = {"num_blocks": 64, "block_size": 4}
-INVARIANT = {**SMALL, "numerics": "batch_invariant"}
 NAMES = ("qwen3-tiny", "qwen2-window", "qwen3-odd", "qwen3-moe-norm")
 DTYPES = (torch.float32, torch.bfloat16)
-SAMPLING = fnllm.Sampling(temperature=0.7, top_p=0.9, seed=3, max_tokens=6, logprobs=2, ignore_eos=True)
+WAYS = ways()
 
 
 def prompts(params):
-    draw = random.Random(1)
-    whole = [[draw.randrange(3, params.config.vocab_size) for _ in range(n)] for n in (1, 3, 17, 27)]
-    return [*whole, whole[3][:21]]  # the last shares a prefix
-
-
-def outcome(completions):
-    return [(out.token_ids, out.logprobs) for out in completions]
+    return drawn_prompts(params.config.vocab_size)
 
 
 @pytest.fixture(scope="module")
@@ -37,28 +32,19 @@ def alone():
         key = id(params)
         if key not in known:
             known[key] = [
-                outcome(fnllm.generate(params, [p], SAMPLING, prefix_cache=False, **INVARIANT))[0]
-                for p in prompts(params)
+                bits(fnllm.generate(params, [p], DRAWN, prefix_cache=False, **SURROUNDINGS))[0] for p in prompts(params)
             ]
         return known[key]
 
     return run
 
 
-WAYS = {
-    "batch mates": {},
-    "chunks of 1": {"max_chunk": 1},
-    "chunks of 7": {"max_chunk": 7},
-    "preemption": {"num_blocks": 12},
-    "blocks of 16": {"block_size": 16, "num_blocks": 24},
-}
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fault_40_bits_do_not_depend_on(way, dtype, checkpoint, alone):
-    params = checkpoint("qwen3-tiny", dtype)
-    assert outcome(fnllm.generate(params, prompts(params), SAMPLING, **{**INVARIANT, **WAYS[way]})) == alone(params)
+    params, options = checkpoint("qwen3-tiny", dtype), {**SURROUNDINGS, **WAYS[way]}
+    assert bits(fnllm.generate(params, prompts(params), DRAWN, **options)) == alone(params)
+    assert (counted(params, options).preemptions > 0) == (way == "preemption")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -66,16 +52,17 @@ def test_fault_40_bits_do_not_depend_on(way, dtype, checkpoint, alone):
 def test_other_architectures_in_one_crowded_run(name, dtype, checkpoint, alone):
     """Sliding windows, odd sizes and experts; batch mates, chunks and preemption at once."""
     params = checkpoint(name, dtype)
-    crowded = {**INVARIANT, "max_chunk": 7, "num_blocks": 12}
-    assert outcome(fnllm.generate(params, prompts(params), SAMPLING, **crowded)) == alone(params)
+    crowded = {**SURROUNDINGS, **WAYS["chunks of 7"], **WAYS["preemption"]}
+    assert bits(fnllm.generate(params, prompts(params), DRAWN, **crowded)) == alone(params)
+    assert counted(params, crowded).preemptions > 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_do_not_depend_on_prefix_hits(dtype, checkpoint, alone):
     params = checkpoint("qwen3-tiny", dtype)
     for _ in range(2):
-        outs = fnllm.generate(params, prompts(params)[::-1], SAMPLING, **INVARIANT)[::-1]
-        assert outcome(outs) == alone(params)
+        outs = fnllm.generate(params, prompts(params)[::-1], DRAWN, **SURROUNDINGS)[::-1]
+        assert bits(outs) == alone(params)
     assert sum(out.cached_tokens for out in outs) > 30
 
 
