@@ -211,9 +211,7 @@ class Engine:
             )
         if state.clock != self.machine.clock or state.machine != self.machine.name:
             state = self.recover(state)
-        planned, plan = scheduler.schedule(
-            state.scheduler, lambda: self.machine.version_of(self.params, self.variant)
-        )
+        planned, plan = scheduler.schedule(state.scheduler, lambda: self.machine.version_of(self.params, self.variant))
         if plan is None:
             return replace(state, scheduler=planned), None
         tokens, owners = np.zeros(0, np.int64), ()
