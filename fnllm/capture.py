@@ -41,13 +41,15 @@ class Capture:
                     f"positions must be one of {', '.join(POSITIONS)}, or integers; found {self.positions!r}"
                 )
             return
-        many = self.positions if isinstance(self.positions, Iterable) else (self.positions,)
+        many = tuple(self.positions) if isinstance(self.positions, Iterable) else (self.positions,)
         try:
+            if any(isinstance(p, bool) for p in many):
+                raise TypeError  # True would count as 1
             numbers = tuple(operator.index(p) for p in many)
         except TypeError:
-            numbers = (False,)
-        if any(isinstance(p, bool) for p in (*numbers, *many)):
-            raise TypeError(f"positions must be one of {', '.join(POSITIONS)}, or integers; found {self.positions!r}")
+            raise TypeError(
+                f"positions must be one of {', '.join(POSITIONS)}, or integers; found {self.positions!r}"
+            ) from None
         object.__setattr__(self, "positions", numbers)
 
 

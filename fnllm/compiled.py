@@ -20,6 +20,8 @@ from fnllm.rows import send
 from fnllm.step import StepOutput, StepSpec, step
 from fnllm_weights import ParamTree
 
+Report = Callable[[str], None]  # takes a line for each thing that is built
+
 
 class Resident(NamedTuple):
     """The tensors a step works on, at fixed addresses while an engine lives."""
@@ -50,7 +52,7 @@ def write_over(old: Any, new: Any) -> None:
 
 
 @dataclass
-class Captured:
+class Recorded:
     """A CUDA graph of one bucket with the tensors it reads and writes, and the parameters whose addresses it holds."""
 
     graph: torch.cuda.CUDAGraph
@@ -61,34 +63,43 @@ class Captured:
 
 
 class StepRunner:
-    """Runs steps of one spec; builds what a bucket needs at its first use and says so through `report`."""
+    """Runs steps of one spec; builds what a bucket needs at its first use."""
 
-    def __init__(self, spec: StepSpec, resident: Resident, settings: Settings, report: Callable[[str], None]):
-        self.spec, self.resident, self.settings, self.report = spec, resident, settings, report
+    def __init__(self, spec: StepSpec, resident: Resident, settings: Settings):
+        self.spec, self.resident, self.settings = spec, resident, settings
         self.device = resident.rows.length.device
-        self.graphs: dict[Bucket, Captured] = {}
+        self.graphs: dict[Bucket, Recorded] = {}
         self.pool = torch.cuda.graph_pool_handle() if settings.captured else None
         self.compiled: dict[tuple[bool, int], Callable[..., StepOutput]] = {}
 
-    def __call__(self, tree: ParamTree, host: HostInputs, *, max_context: int, capture: bool) -> StepOutput:
-        """Run one step. With `capture` its bucket is replayed as a CUDA graph; its outputs last until the next step."""
-        tokens, captured_tokens = (None if x is None else len(x) for x in (host.token_ids, host.captured))
-        bucket = Bucket(len(host.row), tokens, captured_tokens, max_context)
-        if not (capture and self.settings.captured):
-            inputs = self.upload(host)
-            if not self.settings.traced:
-                return self.function(bucket)(tree, self.resident, inputs)
-            made, began = graphs_traced(), time.perf_counter()
-            output = self.function(bucket)(tree, self.resident, inputs)
-            if graphs_traced() != made:
-                self.report(f"compiled {bucket.name} in {time.perf_counter() - began:.1f} s")
-            return output
-        captured = self.graphs.get(bucket)
-        if captured is None or not same_storage(captured.tree, tree):
-            captured = self.graphs[bucket] = self.capture(tree, bucket)
-        self.send(captured, host)
-        captured.graph.replay()
-        return captured.output
+    def __call__(
+        self, tree: ParamTree, host: HostInputs, *, max_context: int, as_graph: bool, report: Report
+    ) -> StepOutput:
+        """Run one step, and tell `report` of what had to be built for it.
+
+        With `as_graph`, where the engine has graphs, its bucket's is replayed; the outputs last until the next step.
+        """
+        tokens, captured = (None if x is None else len(x) for x in (host.token_ids, host.captured))
+        bucket = Bucket(len(host.row), tokens, captured, max_context)
+        if as_graph and self.settings.captured:
+            return self.replay(tree, host, bucket, report)
+        inputs = self.upload(host)
+        if not self.settings.traced:
+            return self.function(bucket)(tree, self.resident, inputs)
+        made, began = graphs_traced(), time.perf_counter()
+        output = self.function(bucket)(tree, self.resident, inputs)
+        if graphs_traced() != made:
+            report(f"compiled {bucket.name} in {time.perf_counter() - began:.1f} s")
+        return output
+
+    def replay(self, tree: ParamTree, host: HostInputs, bucket: Bucket, report: Report) -> StepOutput:
+        """Run one step by its bucket's graph, recorded first if there is none for these parameters."""
+        graph = self.graphs.get(bucket)
+        if graph is None or not same_storage(graph.tree, tree):
+            graph = self.graphs[bucket] = self.record(tree, bucket, report)
+        self.refresh(graph, host)
+        graph.graph.replay()
+        return graph.output
 
     def function(self, bucket: Bucket) -> Callable[..., StepOutput]:
         """The step as a function of (tree, resident, inputs): eager, or compiled once for all sizes but one entry."""
@@ -124,16 +135,16 @@ class StepRunner:
         tokens = (None if x is None else sent(x, len(x) > 1) for x in (host.token_ids, host.entry, host.captured))
         return StepInputs(row, accept, cu_seqlens, *tokens)
 
-    def send(self, captured: Captured, host: HostInputs) -> None:
+    def refresh(self, graph: Recorded, host: HostInputs) -> None:
         """Copy to the graph's inputs what differs from the step before: in a steady decode nothing."""
-        sent = captured.sent
-        for index, (target, new) in enumerate(zip(captured.inputs, host, strict=True)):
+        sent = graph.sent
+        for index, (target, new) in enumerate(zip(graph.inputs, host, strict=True)):
             if target is not None and (sent is None or not np.array_equal(sent[index], new)):
                 target.copy_(send(torch.from_numpy(new), self.device), non_blocking=True)
-        captured.sent = host
+        graph.sent = host
 
-    def capture(self, tree: ParamTree, bucket: Bucket) -> Captured:
-        """Compile and warm up on padding, which writes nothing, then capture."""
+    def record(self, tree: ParamTree, bucket: Bucket, report: Report) -> Recorded:
+        """Compile and warm up on padding, which writes nothing, then capture the bucket's graph."""
         began = time.perf_counter()
         inputs = self.upload(padding(bucket.entries, bucket.tokens, bucket.captured, self.settings.max_num_seqs))
         run = self.function(bucket)
@@ -147,8 +158,8 @@ class StepRunner:
         # In another mode the thread in which NCCL looks after earlier collectives would end the capture.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             output = run(tree, self.resident, inputs)
-        self.report(f"captured {bucket.name} in {time.perf_counter() - began:.1f} s")
-        found = Captured(graph, inputs, None, output, tree)
+        report(f"captured {bucket.name} in {time.perf_counter() - began:.1f} s")
+        found = Recorded(graph, inputs, None, output, tree)
         # At the program's end too, where NCCL waits for every graph that holds its collectives.
         weakref.finalize(found, graph.reset)
         return found

@@ -72,9 +72,9 @@ class Chunk:
         return self.completion is not None
 
 
-def failed(error: Exception, prompt_tokens: int = 0) -> Completion:
-    """The completion of a request that was refused or broke."""
-    return Completion(finish_reason="error", error=error, prompt_tokens=prompt_tokens)
+def failed(error: Exception) -> Completion:
+    """The completion of a request that was refused."""
+    return Completion(finish_reason="error", error=error)
 
 
 def _rate(tokens: int, seconds: float) -> float | None:

@@ -1,7 +1,7 @@
 """The engine: a loop body around the pure step. `step` is `schedule`, launch, read back, `commit`."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -19,13 +19,16 @@ from fnllm.capture import (
     needs_whole_prompt,
     union_of_sites,
 )
+from fnllm.compiled import Report
 from fnllm.distributed import world
 from fnllm.edits import Edit, channels_of, edit_key, placed
-from fnllm.failures import any_failed, failures
-from fnllm.layers import Layers, check_layers
-from fnllm.machine import Job, Machine, Variant, looks_back
+from fnllm.failures import any_failed, failures, no_tokens
+from fnllm.jobs import Job, Variant, looks_back
+from fnllm.layers import Layers
+from fnllm.machine import Machine
 from fnllm.options import EngineOptions, resolve
-from fnllm.prompts import check_ids, check_params_given
+from fnllm.parameters import check_model
+from fnllm.prompts import check_ids
 from fnllm.readback import Readback, read_back
 from fnllm.sampler import child_seed, features_of
 from fnllm.sampling import Sampling, check_sampling, check_seed
@@ -70,9 +73,16 @@ class Engine:
         variant: Variant,
         edits: tuple[Edit, ...] = (),
         capture: Capture = NOTHING,
+        report: Report | None = None,
     ):
         self.params, self.machine, self.variant = params, machine, variant
         self.edits, self.capture = edits, capture  # of a request that does not choose
+        self.own_report = report
+
+    @property
+    def report(self) -> Report:
+        """Whom to tell of what is built for this engine."""
+        return self.own_report or self.machine.report or (say if self.machine.tp.rank == 0 else quiet)
 
     @property
     def limits(self) -> SchedulerConfig:
@@ -108,8 +118,6 @@ class Engine:
         cache_tag: Any = None,
         edits: Iterable[Edit] | None = None,
         capture: Capture | Iterable[str] | None = None,
-        version: int | None = None,
-        checked: bool = False,
     ) -> Request:
         """A request for `add`.
 
@@ -117,21 +125,30 @@ class Engine:
         prefix cache. `edits` and `capture`, out of what the engine was built for, are the engine's own when
         None. Raises TypeError or ValueError that names what is wrong; also for stop strings, n and prompt_logprobs,
         which the loop of `generate` sees to, and a logits_fn that returns no logits.
-
-        Two arguments are for a loop that hands in many: `version` is what `machine.version_of` just said and spares
-        looking at every weight again; `checked` promises that sampling and seeds are sound and that the loop does what
-        an engine does not.
         """
-        if not checked:
-            self.check_settings(sampling)
-            seed, sample = check_seed("seed", seed), check_seed("sample", sample)
-        config = self.params.config
-        prompt = check_ids("prompt", tuple(prompt), config.vocab_size)
+        self.check_settings(sampling)
+        seed, sample = check_seed("seed", seed), check_seed("sample", sample)
+        ids = check_ids("prompt", tuple(prompt), self.params.config.vocab_size)
         edits = self.edits if edits is None else tuple(edits)
+        capture = self.capture if capture is None else expand(self.params.config, as_capture(capture))
+        return self.request_of(ids, sampling, seed, sample, cache_tag=cache_tag, edits=edits, capture=capture)
+
+    def request_of(
+        self,
+        prompt: tuple[int, ...],
+        sampling: Sampling,
+        seed: int,
+        sample: int,
+        *,
+        cache_tag: Any = None,
+        edits: tuple[Edit, ...],
+        capture: Capture,
+    ) -> Request:
+        """`request`, for a loop that has checked ids, sampling and seeds, and does what an engine leaves to it."""
+        config = self.params.config
         placed(edits, self.variant.edits)
         if sampling.logits_fn is not None:
             self.machine.try_logits_fn(sampling.logits_fn)
-        capture = self.capture if capture is None else expand(config, as_capture(capture))
         if missing := set(capture.sites) - set(self.variant.capture):
             raise ValueError(
                 f"this engine was not built to capture {sorted(missing)}; name them in engine(capture=...)"
@@ -144,17 +161,12 @@ class Engine:
             max_tokens=sampling.max_tokens,
             min_tokens=sampling.min_tokens,
             stop_token_ids=stops,
-            cache_key=scheduler.make_cache_key(
-                params=self.machine.version_of(self.params, self.variant) if version is None else version,
-                layers=self.variant.layers,
-                edits=edit_key(edits),
-                tag=cache_tag,
-            ),
+            cache_key=scheduler.make_cache_key(layers=self.variant.layers, edits=edit_key(edits), tag=cache_tag),
             # What is captured must be computed, not found.
             use_cache=not needs_whole_prompt(capture, len(prompt)),
             payload=Job(
                 sampling,
-                child_seed(int(seed if sampling.seed is None else sampling.seed), int(sample)),
+                child_seed(seed if sampling.seed is None else sampling.seed, sample),
                 len(prompt),
                 edits=edits,
                 capture=capture,
@@ -174,7 +186,7 @@ class Engine:
     def prepare(self, sampling: Sampling) -> None:
         """Build the steps for requests sampled like this one beforehand; otherwise each is built when first needed."""
         features = features_of([sampling], eos_token_ids=self.params.config.eos_token_ids)
-        self.machine.prepare(self.params, self.variant, features)
+        self.machine.prepare(self.params, self.variant, features, self.report)
 
     def step(self, state: State) -> tuple[State, StepEvents | None]:
         """One step, waited for; None when there is nothing to do."""
@@ -199,13 +211,15 @@ class Engine:
             )
         if state.clock != self.machine.clock or state.machine != self.machine.name:
             state = self.recover(state)
-        planned, plan = scheduler.schedule(state.scheduler)
+        planned, plan = scheduler.schedule(state.scheduler, lambda: self.machine.version_of(self.params, self.variant))
         if plan is None:
             return replace(state, scheduler=planned), None
         tokens, owners = np.zeros(0, np.int64), ()
         if self.variant.capture:
             tokens, owners = captured_rows(lambda seq_id: capture_of(planned, seq_id), plan)
-        output = self.machine.execute(self.params, self.variant, plan, lambda seq_id: job_of(planned, seq_id), tokens)
+        output = self.machine.execute(
+            self.params, self.variant, plan, lambda seq_id: job_of(planned, seq_id), tokens, self.report
+        )
         results = read_back(output, len(tokens))
         return replace(state, scheduler=planned, clock=self.machine.clock), Flight(plan, results, owners)
 
@@ -216,23 +230,27 @@ class Engine:
         """
         with self.machine.watch:
             ids = flight.results.wait()[: len(flight.plan.rows)].astype(np.int32)
-        planned, failed = state.scheduler, ()
-        wrong = any_failed(ids, self.params.config.vocab_size)
-        if wrong:
-            failed = failures(planned, flight.plan, ids, self.params.config.vocab_size)
-            for seq_id, _ in failed:
-                planned = scheduler.finish(planned, seq_id, "error")
-            # `commit` takes tokens alone: any stands for those that no sequence accepts any more.
-            ids = np.where(ids.view(np.uint32) < self.params.config.vocab_size, ids, 0)
-        planned, events = scheduler.commit(planned, flight.plan, ids)
-        if wrong:
-            with self.machine.lock, set_aside(self.machine.device):
-                planned = scheduler.invalidate(planned, self.machine.clean())
-            errors = (Finished(seq_id, "error", None) for seq_id, _ in failed)
-            events = replace(events, finished=(*events.finished, *errors))
-            state = replace(state, clock=self.machine.clock)
-        step = StepEvents(events, flight.plan, flight.results, flight.captured, failed)
+        if any_failed(ids, self.params.config.vocab_size):
+            return self.collect_failed(state, flight, ids)
+        planned, events = scheduler.commit(state.scheduler, flight.plan, ids)
+        step = StepEvents(events, flight.plan, flight.results, flight.captured)
         return replace(state, scheduler=planned), step
+
+    def collect_failed(self, state: State, flight: Flight, ids: np.ndarray) -> tuple[State, StepEvents]:
+        """`collect`, where some of the ids are no tokens: their sequences end, and their blocks are cleaned."""
+        plan, vocab_size = flight.plan, self.params.config.vocab_size
+        failed = failures(state.scheduler, plan, ids, vocab_size)
+        planned = state.scheduler
+        for seq_id, _ in failed:
+            planned = scheduler.finish(planned, seq_id, "error")
+        # `commit` takes tokens alone: any stands for those that no sequence accepts any more.
+        planned, events = scheduler.commit(planned, plan, np.where(no_tokens(ids, vocab_size), 0, ids))
+        with self.machine.lock, set_aside(self.machine.device):
+            planned = scheduler.invalidate(planned, self.machine.clean())
+        errors = (Finished(seq_id, "error", None) for seq_id, _ in failed)
+        events = replace(events, finished=(*events.finished, *errors))
+        step = StepEvents(events, plan, flight.results, flight.captured, failed)
+        return replace(state, scheduler=planned, clock=self.machine.clock), step
 
     def recover(self, state: State) -> State:
         """Continue a state that the machine has left since: blocks others wrote are forgotten and computed anew.
@@ -244,8 +262,7 @@ class Engine:
                 f"this state belongs to an engine of other sizes, {state.scheduler.config}; this one has {self.limits}"
             )
         since = state.clock if state.machine == self.machine.name else -1
-        disturbed = np.flatnonzero(self.machine.written > since).tolist()
-        settled = scheduler.invalidate(state.scheduler, disturbed)
+        settled = scheduler.invalidate(state.scheduler, self.machine.writes.since(since))
         running = [int(seq_id) for seq_id in settled.rows.seq_id if seq_id >= 0]
         for seq_id in sorted(running, reverse=True):  # the oldest ends up first in line
             settled = scheduler.park(settled, seq_id)
@@ -272,7 +289,7 @@ def engine(
     edits: Iterable[Edit] = (),
     capture: Capture | Iterable[str] | None = None,
     tp: TensorParallel | None = None,
-    report: Callable[[str], None] | None = None,
+    report: Report | None = None,
     **options: Any,
 ) -> Engine:
     """An engine for these parameters; `options` are those of `EngineOptions`.
@@ -280,14 +297,17 @@ def engine(
     Engines of one `params` with equal options share a machine, so that another one costs nothing: no pool, no compiling
     of what is compiled. A swapped layer has steps of its own and never sees others' cached prefixes. `edits` and
     `capture` are what each request gets; one may choose others of the same functions, shapes and sites. `tp` (None: the
-    ranks that torchrun started) is the group that holds the shards. `report` takes a line for each thing that a new
-    machine builds; a machine that is there goes on telling who made it. Raises TypeError or ValueError by name.
+    ranks that torchrun started) is the group that holds the shards. `report` takes a line for each thing that is built
+    for this engine, and from now on those for `generate` and for engines that were given none of their own; without any
+    they are shown on a terminal. Raises TypeError or ValueError by name.
     """
-    check_params_given(params)
+    layers = check_model(params, layers)
     edits, capture = tuple(edits), expand(params.config, as_capture(capture))
-    variant = Variant(check_layers(layers, params.config), channels_of([edits]), union_of_sites([capture]))
-    machine = machine_for(params, variant, tp, report, EngineOptions(**options))
-    return Engine(params, machine, variant, edits, capture)
+    variant = Variant(layers, channels_of([edits]), union_of_sites([capture]))
+    machine = machine_for(params, variant, tp, EngineOptions(**options))
+    if report is not None:
+        machine.tell(report)
+    return Engine(params, machine, variant, edits, capture, report)
 
 
 def weights_changed(params: Params) -> None:
@@ -300,14 +320,13 @@ def weights_changed(params: Params) -> None:
     """
     for machine in (params.workspace or {}).values():
         if machine is not None:
-            machine.seen = {}
+            machine.weights_changed()
 
 
 def machine_for(
     params: Params,
     variant: Variant,
     tp: TensorParallel | None,
-    report: Callable[[str], None] | None,
     wanted: EngineOptions,
 ) -> Machine:
     """The machine of these parameters and options, built at first use, with the variant's names checked."""
@@ -315,13 +334,13 @@ def machine_for(
         expand(params.config, Capture(channel.site))
     tp = tp or world(params.shard)
     workspace = {} if params.workspace is None else params.workspace
-    weight = params.tree["embed"]
+    weight = params.tree["norm"]
     num_ids = None if params.tokenizer is None else params.tokenizer.num_ids
     key = (wanted, tp, params.config, params.shard, weight.dtype, weight.device, num_ids)
     if workspace.get(key) is None:
         resolved = resolve(wanted, params.config, weight.device.type == "cuda")
         with set_aside(weight.device):
-            workspace[key] = Machine(params, resolved, tp, report or (say if tp.rank == 0 else quiet))
+            workspace[key] = Machine(params, resolved, tp)
     return workspace[key]
 
 

@@ -1,7 +1,7 @@
 """Requests whose next token could not be drawn: which, and what is said of each (pure)."""
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 
 from fnllm.edits import name_of
 from fnllm.sampler import NAN_ID, NOTHING_ID
@@ -9,9 +9,14 @@ from fnllm.sampling import Sampling
 from fnllm.scheduler import Plan, SchedulerState
 
 
+def no_tokens(ids: Int32[np.ndarray, " B"], vocab_size: int) -> Bool[np.ndarray, " B"]:
+    """Which ids are no tokens: as unsigned numbers the negative ones lie above all tokens."""
+    return ids.view(np.uint32) >= vocab_size
+
+
 def any_failed(ids: Int32[np.ndarray, " B"], vocab_size: int) -> bool:
-    """Whether some id is no token: as unsigned numbers the negative ones lie above all tokens."""
-    return bool((ids.view(np.uint32) >= vocab_size).any())
+    """Whether some id is no token."""
+    return bool(no_tokens(ids, vocab_size).any())
 
 
 def failures(
@@ -19,7 +24,7 @@ def failures(
 ) -> tuple[tuple[int, Exception], ...]:
     """(sequence, error) of every entry whose sequence waits for this step's token and got none."""
     found = []
-    for entry in np.flatnonzero(plan.samples & (ids.view(np.uint32) >= vocab_size)).tolist():
+    for entry in np.flatnonzero(plan.samples & no_tokens(ids, vocab_size)).tolist():
         seq_id = int(plan.seq_ids[entry])
         if awaits(state, plan, seq_id):
             request = state.sequences[seq_id].request

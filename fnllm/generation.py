@@ -4,23 +4,48 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 from fnllm.capture import Capture, capture_bytes, captures_of_each, expand, union_of_sites
 from fnllm.completion import Chunk, Completion, failed
 from fnllm.distributed import agree
 from fnllm.edits import Edit, channels_of, edits_of_each
 from fnllm.engines import Engine, Flight, machine_for
-from fnllm.layers import Layers, check_layers
-from fnllm.machine import Machine, Variant
+from fnllm.jobs import Variant
+from fnllm.layers import Layers
+from fnllm.machine import Machine
 from fnllm.options import EngineOptions
+from fnllm.parameters import check_model
 from fnllm.progress import Meter, is_terminal
-from fnllm.prompts import check_params_given, normalise, pair_sampling
+from fnllm.prompts import normalise, pair_sampling
 from fnllm.sampling import Sampling, check_sampling, check_seed, from_defaults
 from fnllm.scoring import prompt_logprobs
 from fnllm.state import State, abort, add
 from fnllm.tracks import Track, absorb, start, track
 from fnllm_weights import Params
+
+
+class Call(NamedTuple):
+    """What a call of `generate` or `stream` asks for; fields as the arguments there."""
+
+    prompts: Any
+    sampling: Sampling | Sequence[Sampling] | None
+    layers: Layers | None
+    edits: Any
+    capture: Any
+    seed: SupportsIndex | None
+    chat: Mapping[str, Any] | None
+    errors: str
+    options: Mapping[str, Any]
+
+
+class Wish(NamedTuple):
+    """What a call asks for one of its prompts."""
+
+    ids: tuple[int, ...] | Exception  # why the prompt was refused
+    sampling: Sampling
+    edits: tuple[Edit, ...]
+    capture: Capture
 
 
 def generate(
@@ -50,9 +75,8 @@ def generate(
     TypeError or ValueError that names the argument, before anything runs, and FloatingPointError for logits of NaN.
     """
     done: dict[tuple[int, int], Completion] = {}
-    chunks = serve(
-        params, prompts, sampling, layers, edits, capture, seed, chat, errors, options, progress=progress, live=False
-    )
+    call = Call(prompts, sampling, layers, edits, capture, seed, chat, errors, options)
+    chunks = serve(params, call, progress=progress, live=False)
     with closing(chunks):  # whatever happens, the machine is free for other threads
         for chunk in chunks:
             if chunk.completion is not None:
@@ -78,103 +102,67 @@ def stream(
     The arguments are checked by the call itself, the first step waits for the first `next`. Stopping to iterate aborts
     what still runs and leaves everything usable.
     """
-    return serve(
-        params, prompts, sampling, layers, edits, capture, seed, chat, errors, options, progress=False, live=True
-    )
+    call = Call(prompts, sampling, layers, edits, capture, seed, chat, errors, options)
+    return serve(params, call, progress=False, live=True)
 
 
-def serve(
-    params: Params,
-    prompts: Any,
-    sampling: Sampling | Sequence[Sampling] | None,
-    layers: Layers | None,
-    edits: Any,
-    capture: Any,
-    seed: SupportsIndex | None,
-    chat: Mapping[str, Any] | None,
-    errors: str,
-    options: Mapping[str, Any],
-    *,
-    progress: bool | None,
-    live: bool,
-) -> Generator[Chunk, None, None]:
+def serve(params: Params, call: Call, *, progress: bool | None, live: bool) -> Generator[Chunk, None, None]:
     """The loop behind `generate` and `stream`, with every argument checked before it is returned.
 
     With `live`, chunks are wanted as their tokens come, by a caller who may use the machine between them; without it
     the last of each request is, and the machine is nobody else's until then.
     """
-    check_params_given(params)
-    layers = check_layers(layers, params.config)
-    if seed is not None:
-        seed = check_seed("seed", seed)
-    seed = agree(
-        params,
-        seed,
-        prompts=prompts,
-        sampling=sampling,
-        layers=layers,
-        edits=edits,
-        capture=capture,
-        chat=chat,
-        errors=errors,
-        options=options,
-    )
-    found = normalise(prompts, params.tokenizer, params.config.vocab_size, errors=errors, chat=chat)
-    if sampling is None:
-        sampling = from_defaults(params.config.generation_defaults)
-    settings = pair_sampling(len(found.ids), sampling)
-    chosen = edits_of_each(edits, len(found.ids))
-    looked = [expand(params.config, one) for one in captures_of_each(capture, len(found.ids))]
-    variant = Variant(layers, channels_of(chosen), union_of_sites(looked))
-    worker = Engine(params, machine_for(params, variant, None, None, EngineOptions(**options)), variant)
-    state, tracks, refused = hand_in(worker, found.ids, settings, chosen, looked, seed, errors, live)
+    layers = check_model(params, call.layers)
+    seed = None if call.seed is None else check_seed("seed", call.seed)
+    inputs = call._replace(layers=layers)._asdict()
+    del inputs["seed"]
+    seed = agree(params, seed, **inputs)
+    wishes = wishes_of(params, call)
+    edits, sites = [one.edits for one in wishes], union_of_sites(one.capture for one in wishes)
+    variant = Variant(layers, channels_of(edits), sites)
+    worker = Engine(params, machine_for(params, variant, None, EngineOptions(**call.options)), variant)
+    state, tracks, refused = hand_in(worker, wishes, seed, call.errors, live)
     if variant.capture:
-        worker.machine.reserve_for_captures(sum(bytes_captured(worker, one) for one in tracks.values()))
+        worker.machine.reserve_for_captures(sum(bytes_captured(worker, one) for one in tracks.values()), worker.report)
     shown = params.shard.rank == 0 and (is_terminal() if progress is None else progress)
-    chunks = run(worker, state, tracks, refused, chosen, errors, shown)
+    chunks = run(worker, state, tracks, refused, edits, call.errors, shown)
     return chunks if live else alone(worker.machine, chunks)
 
 
+def wishes_of(params: Params, call: Call) -> list[Wish]:
+    """What a call asks for each of its prompts."""
+    ids = normalise(call.prompts, params.tokenizer, params.config.vocab_size, errors=call.errors, chat=call.chat)
+    sampling = call.sampling
+    if sampling is None:
+        sampling = from_defaults(params.config.generation_defaults)
+    captures = (expand(params.config, one) for one in captures_of_each(call.capture, len(ids)))
+    each = zip(ids, pair_sampling(len(ids), sampling), edits_of_each(call.edits, len(ids)), captures, strict=True)
+    return [Wish(*one) for one in each]
+
+
 def hand_in(
-    worker: Engine,
-    prompts: Sequence[tuple[int, ...] | Exception],
-    settings: Sequence[Sampling],
-    edits: Sequence[Sequence[Edit]],
-    captures: Sequence[Capture],
-    seed: int,
-    errors: str,
-    live: bool,
+    worker: Engine, wishes: Sequence[Wish], seed: int, errors: str, live: bool
 ) -> tuple[State, dict[int, Track], list[Chunk]]:
     """The state with a request for each sample of each prompt, their tracks, and a chunk for each refused prompt.
 
-    It lies before the first token: what is the same for all requests is found once, and nothing is checked twice.
+    It lies before the first token, so nothing is checked twice.
     """
     params, machine = worker.params, worker.machine
     state = replace(machine.idle, variant=worker.variant) if machine.idle else worker.init()
-    version = machine.version_of(params, worker.variant)
     tracks: dict[int, Track] = {}
     refused: list[Chunk] = []
-    for index, (ids, setting) in enumerate(zip(prompts, settings, strict=True)):
+    for index, (ids, sampling, edits, capture) in enumerate(wishes):
         try:
             if isinstance(ids, Exception):
                 raise ids
-            check_sampling(setting, vocab_size=params.config.vocab_size, has_tokenizer=params.tokenizer is not None)
-            for sample in range(setting.n):
-                request = worker.request(
-                    ids,
-                    setting,
-                    seed=seed + index,
-                    sample=sample,
-                    edits=edits[index],
-                    capture=captures[index],
-                    version=version,
-                    checked=True,
-                )
+            check_sampling(sampling, vocab_size=params.config.vocab_size, has_tokenizer=params.tokenizer is not None)
+            for sample in range(sampling.n):
+                request = worker.request_of(ids, sampling, seed + index, sample, edits=edits, capture=capture)
                 try:
                     state, seq_id = add(state, request)
                 except ValueError as error:  # too long to run
                     raise ValueError(f"prompts[{index}]: {error}") from None
-                tracks[seq_id] = track(params, index, sample, ids, setting, live, time.perf_counter(), captures[index])
+                tracks[seq_id] = track(params, index, sample, ids, sampling, live, time.perf_counter(), capture)
         except (TypeError, ValueError) as error:
             if errors == "raise":
                 raise
@@ -210,7 +198,7 @@ def run(
 ) -> Generator[Chunk, None, None]:
     """Step until every track has ended; however that ends, the state behind it serves the next call."""
     machine = worker.machine
-    machine.idle = None  # until it is known where this ends
+    machine.rest_at(None)  # until it is known where this ends
     meter: Meter | None = None
     flight: Flight | None = None
     try:
@@ -238,7 +226,7 @@ def run(
             elif flight is None:
                 raise RuntimeError(f"the scheduler has {len(tracks)} requests and no step for them")
     finally:
-        machine.idle = settled(worker, state, flight)
+        machine.rest_at(settled(worker, state, flight))
         if meter is not None:
             meter.close()
 
@@ -256,7 +244,7 @@ def settled(worker: Engine, state: State, flight: Flight | None) -> State | None
 
 def score_prompts(
     params: Params,
-    layers: Layers | None,
+    layers: Layers,
     tracks: Mapping[int, Track],
     edits: Sequence[Sequence[Edit]],
     machine: Machine,

@@ -2,7 +2,7 @@
 
 import functools
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,37 @@ class Seen(NamedTuple):
 def look(leaves: list[Tensor]) -> Seen:
     """What tells these tensors from others, and from themselves before a write; none of them is read."""
     places = [(id(leaf), leaf.data_ptr()) for leaf in leaves]
-    return Seen(leaves, places, [-1 if leaf.is_inference() else leaf._version for leaf in leaves])
+    return Seen(leaves, places, [writes_to(leaf) for leaf in leaves])
+
+
+def writes_to(x: Tensor) -> int:
+    """How often a tensor's memory was written, as PyTorch counts it; of those made in inference mode it counts none."""
+    return 0 if x.is_inference() else x._version
+
+
+class Versions:
+    """Numbers for what groups of tensors hold, each group named by a key; no number comes again for other contents.
+
+    PyTorch counts the writes to a tensor, but for those through `.data` or in inference mode: after one of them,
+    `forget` what was seen.
+    """
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self.seen: dict[Hashable, tuple[Seen, int]] = {}  # at the last look, and the number given then
+
+    def of(self, key: Hashable, leaves: list[Tensor]) -> tuple[int, bool]:
+        """The number for what these tensors hold, and whether they lie elsewhere than at the last look."""
+        now, (before, number) = look(leaves), self.seen.get(key, (None, 0))
+        if before is not None and (before.places, before.writes) == (now.places, now.writes):
+            return number, False
+        self.changes += 1
+        self.seen[key] = now, self.changes
+        return self.changes, before is not None and before.places != now.places
+
+    def forget(self) -> None:
+        """Give every group another number at its next look, which still tells what lies elsewhere."""
+        self.seen = {key: (seen._replace(writes=[]), number) for key, (seen, number) in self.seen.items()}
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:

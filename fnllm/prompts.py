@@ -1,30 +1,21 @@
 """Prompts in every form a caller may give, to token ids, each checked before anything runs."""
 
 import operator
-import os
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from fnllm.sampling import Sampling
-from fnllm_weights import Params
 from fnllm_weights.tokenizer import Tokenizer, check_text
 
 FORMS = "text, a list of token ids, or a chat (a list of {'role': ..., 'content': ...})"
 
 
-class Prompts(NamedTuple):
-    """The prompts of one call."""
-
-    ids: tuple[tuple[int, ...] | Exception, ...]  # the error in place of a prompt that was refused
-    single: bool  # the caller gave one prompt and not a list of them
-
-
 def normalise(prompts: Any, tokenizer: Tokenizer | None, vocab_size: int, *, errors: str = "raise",
-              chat: Mapping[str, Any] | None = None) -> Prompts:
-    """One prompt or a list of prompts to ids.
+              chat: Mapping[str, Any] | None = None) -> tuple[tuple[int, ...] | Exception, ...]:
+    """The ids of one prompt, or of each in a list of prompts.
 
     A list whose first element is an integer is one prompt of ids, one whose first element is a dict is one chat; a
     string and a one-axis integer array are one prompt. An empty list is no prompt at all. `vocab_size` is the
@@ -50,14 +41,7 @@ def normalise(prompts: Any, tokenizer: Tokenizer | None, vocab_size: int, *, err
         for item in checked:
             if isinstance(item, Exception):
                 raise item
-    return Prompts(checked, single)
-
-
-def check_params_given(params: Any) -> None:
-    """Raise TypeError for what no `load` returned, such as the path of a checkpoint."""
-    if not isinstance(params, Params):
-        advice = f"; load it first: fnllm.load({str(params)!r})" if isinstance(params, (str, os.PathLike)) else ""
-        raise TypeError(f"params must be what fnllm.load returns, found {_kind(params)}{advice}")
+    return checked
 
 
 def pair_sampling(count: int, sampling: Any) -> tuple[Sampling, ...]:
@@ -68,10 +52,10 @@ def pair_sampling(count: int, sampling: Any) -> tuple[Sampling, ...]:
     if sampling is None or isinstance(sampling, Sampling):
         return (sampling or Sampling(),) * count
     if isinstance(sampling, (str, bytes, Mapping)) or not isinstance(sampling, Sequence):
-        raise TypeError(f"sampling must be a Sampling or a list of them, found {_kind(sampling)}")
+        raise TypeError(f"sampling must be a Sampling or a list of them, found {kind(sampling)}")
     for i, item in enumerate(sampling):
         if not isinstance(item, Sampling):
-            raise TypeError(f"sampling[{i}] must be a Sampling, found {_kind(item)}")
+            raise TypeError(f"sampling[{i}] must be a Sampling, found {kind(item)}")
     if len(sampling) != count:
         raise ValueError(f"{count} prompts and {len(sampling)} sampling settings; give one Sampling for all prompts, "
                          "or a list with one for each")
@@ -100,7 +84,7 @@ def _listed(prompts: Any) -> tuple[list[Any], bool]:
     if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Sequence):
         advice = "; decode it to text first" if isinstance(prompts, bytes) else ""
         advice = "; put a message into a list to make a chat" if isinstance(prompts, Mapping) else advice
-        raise TypeError(f"prompts must be {FORMS}, or a list of these; found {_kind(prompts)}{advice}")
+        raise TypeError(f"prompts must be {FORMS}, or a list of these; found {kind(prompts)}{advice}")
     first = prompts[0] if len(prompts) else None
     single = isinstance(first, (Mapping, bool, float)) or _is_integer(first)
     return ([prompts] if single else list(prompts)), single
@@ -130,7 +114,7 @@ def _to_ids(prompt: Any, tokenizer: Tokenizer | None, chat: Mapping[str, Any]) -
     if _is_array(prompt):
         return _array_ids(prompt)
     if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Sequence):
-        raise TypeError(f"must be {FORMS}, found {_kind(prompt)}")
+        raise TypeError(f"must be {FORMS}, found {kind(prompt)}")
     return prompt
 
 
@@ -159,7 +143,7 @@ def _checked_ids(ids: Sequence[Any], vocab_size: int) -> tuple[int, ...]:
 
 def _one_id(position: int, id: Any) -> int:
     if not _is_integer(id):
-        raise TypeError(f"token ids must be integers, found {_kind(id)} at position {position}")
+        raise TypeError(f"token ids must be integers, found {kind(id)} at position {position}")
     return operator.index(id)
 
 
@@ -179,6 +163,7 @@ def _is_integer(value: Any) -> bool:
     return True
 
 
-def _kind(value: Any) -> str:
+def kind(value: Any) -> str:
+    """A value's type, and the value as far as it is short."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -16,10 +16,11 @@ from fnllm.completion import TokenLogprob
 from fnllm.context import Context
 from fnllm.distributed import world
 from fnllm.edits import Edit, channels_of, edits_of_each
-from fnllm.layers import Layers, check_layers
+from fnllm.layers import Layers
 from fnllm.model import forward, head_logits
 from fnllm.numerics import BACKEND, check_numerics, exchanges_for, layers_for
-from fnllm.prompts import check_params_given, normalise
+from fnllm.parameters import check_model
+from fnllm.prompts import normalise
 from fnllm.rope import Rope, make_rope, rope_tables
 from fnllm.rows import choices_of
 from fnllm.sampler import log_normaliser, masked_logits, token_logprobs, top_tokens
@@ -67,9 +68,9 @@ def score(
     `EngineOptions`. Sequences are packed into passes of at most `max_batched_tokens` tokens (a longer one makes a pass
     of its own). Raises ValueError for an empty sequence or an id outside the vocabulary.
     """
-    check_params_given(params)
+    layers = check_model(params, layers)
     given = list(sequences) if isinstance(sequences, Iterator) else sequences
-    ids = normalise(given, params.tokenizer, params.config.vocab_size).ids
+    ids = normalise(given, params.tokenizer, params.config.vocab_size)
     looked = [expand(params.config, one) for one in captures_of_each(capture, len(ids))]
     results: list[Any] = []
     for one in passes(params, ids, layers, edits, looked, checkpoint, numerics, max_batched_tokens, tp):
@@ -87,7 +88,7 @@ def prompt_logprobs(
     prompts: Sequence[Sequence[int]],
     counts: Sequence[int],
     *,
-    layers: Layers | None = None,
+    layers: Layers,
     edits: Any = (),
     numerics: str = "default",
     max_batched_tokens: int = 16384,
@@ -99,8 +100,8 @@ def prompt_logprobs(
     with torch.no_grad():
         for one in passes(params, prompts, layers, edits, nothing, False, numerics, max_batched_tokens, tp):
             most = max(counts[i] for i in one.group)
-            rows = [part for part in packed_tokens(params.tree, one, most)]
-            ids, values, top_ids, top = (torch.cat(parts).tolist() for parts in zip(*rows, strict=True))
+            parts = zip(*packed_tokens(params.tree, one, most), strict=True)
+            ids, values, top_ids, top = (torch.cat(part).tolist() for part in parts)
             start = 0
             for i in one.group:
                 found: list[TokenLogprob | None] = [None]
@@ -115,7 +116,7 @@ def prompt_logprobs(
 def passes(
     params: Params,
     ids: Sequence[Sequence[int]],
-    layers: Layers | None,
+    layers: Layers,
     edits: Any,
     captures: Sequence[Capture],
     checkpoint: bool,
@@ -129,24 +130,19 @@ def passes(
         raise ValueError("checkpoint=True cannot run inside torch.func; leave it out, or use backward()")
     device = params.tree["norm"].device
     rope = make_rope(params.config, device)
-    layers = layers_for(watched_layers(check_layers(layers, params.config)), numerics)
+    layers = layers_for(watched_layers(layers), numerics)
     layers = checkpointed(layers) if checkpoint else layers
     tp = exchanges_for(tp or world(params.shard), numerics)
     chosen = edits_of_each(edits, len(ids))
     for edit in (edit for some in chosen for edit in some):
         expand(params.config, Capture(edit.site))
     for group in packs([len(s) for s in ids], max_batched_tokens):
-        lengths = [len(ids[i]) for i in group]
-        flat = torch.tensor([t for i in group for t in ids[i]], device=device)
-        batch = packed_batch(flat, lengths, rope)
-        tokens, first = [], 0
-        for i, length in zip(group, lengths, strict=True):
-            tokens.append(first + wanted(captures[i], length, 0, length))
-            first += length
-        taps = packed_taps([chosen[i] for i in group], union_of_sites(captures[i] for i in group), device)
+        some = [ids[i] for i in group]
+        flat = torch.tensor([token for one in some for token in one], device=device)
+        batch = packed_batch(flat, [len(one) for one in some], rope)
+        taps = packed_taps(some, [chosen[i] for i in group], [captures[i] for i in group], device)
         reached, sites = {"logits"}, (*taps.capture, *(channel.site for channel in taps.edits))
-        index = torch.from_numpy(np.concatenate(tokens)).to(device)
-        taps = taps._replace(tokens=index, edits=watched_edits(taps.edits, reached))
+        taps = taps._replace(edits=watched_edits(taps.edits, reached))
         ctx = context(params, batch, layers, taps, tp)
         hidden = forward(params.tree, ctx)
         check_reached(layers, sites, reached | (taps.captured or {}).keys())
@@ -193,10 +189,16 @@ def packed_batch(token_ids: Int[Tensor, " T"], lengths: Sequence[int], rope: Rop
     )
 
 
-def packed_taps(edits: Sequence[Sequence[Edit]], capture: tuple[str, ...], device: torch.device) -> Taps:
-    """The taps of a packed pass: each sequence's edits, and the sites to capture."""
-    channels = channels_of(edits)
-    return Taps(capture, channels, choices_of(channels, edits, device), None, {})
+def packed_taps(
+    ids: Sequence[Sequence[int]], edits: Sequence[Sequence[Edit]], captures: Sequence[Capture], device: torch.device
+) -> Taps:
+    """The taps of a packed pass: each sequence's edits, the sites to capture, and which tokens are captured there."""
+    channels, tokens, first = channels_of(edits), [], 0
+    for one, capture in zip(ids, captures, strict=True):
+        tokens.append(first + wanted(capture, len(one), 0, len(one)))
+        first += len(one)
+    index = torch.from_numpy(np.concatenate(tokens)).to(device)
+    return Taps(union_of_sites(captures), channels, choices_of(channels, edits, device), index, {})
 
 
 def context(
@@ -253,9 +255,9 @@ def by_head(
     targets = ctx.batch.token_ids.roll(-1)
     quiet = ctx._replace(taps=ctx.taps._replace(capture=()))
 
-    def run(rows: Tensor, index: Tensor, wanted: Tensor) -> Any:
+    def run(rows: Tensor, index: Tensor, following: Tensor) -> Any:
         at = quiet._replace(batch=ctx.batch.take(index))
-        return use(head_logits(tree, rows, at), wanted)
+        return use(head_logits(tree, rows, at), following)
 
     index = torch.arange(hidden.shape[0], device=hidden.device)
     parts = zip(hidden.split(HEAD_ROWS), index.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -143,16 +144,14 @@ def named(error: Exception | None, one: Track) -> Exception | None:
 
 def keep_outputs(step: StepEvents, tracks: dict[int, Track]) -> None:
     """Keep the log-probabilities and captured activations of the requests that asked for them."""
-    results, plan = step.results, step.plan
-    for entry, seq_id in enumerate(plan.seq_ids.tolist() if results.logprob is not None else ()):
-        one = tracks.get(seq_id)
-        if one is None:
-            continue
-        if one.sampling.logprobs is not None and plan.samples[entry]:
-            one.logprobs.append(token_logprob(step, entry, one.sampling.logprobs))
+    if step.results.logprob is not None:
+        for entry in np.flatnonzero(step.plan.samples).tolist():
+            one = tracks.get(int(step.plan.seq_ids[entry]))
+            if one is not None and one.sampling.logprobs is not None:
+                one.logprobs.append(token_logprob(step, entry, one.sampling.logprobs))
     for rows in step.captured:
         if rows.seq_id in tracks:
-            keep_captured(tracks[rows.seq_id], rows, results.captured)
+            keep_captured(tracks[rows.seq_id], rows, step.results.captured)
 
 
 def keep_captured(one: Track, rows: CapturedRows, captured: dict[str, Tensor]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from fnllm.batch import StepInputs
 from fnllm.compiled import Resident
 from fnllm.edits import Channel, name_of
+from fnllm.held import writes_to
 from fnllm.layers import Layers
 from fnllm.sampler import History, Sampled, SamplerFeatures
 from fnllm.step import StepSpec, step
@@ -109,10 +110,10 @@ def watched(
 
     @functools.wraps(function)
     def run(*args: Any, **named: Any) -> Any:
-        before = [(name, x, version(x)) for name, x in leaves(args)]
+        before = [(name, x, writes_to(x)) for name, x in leaves(args)]
         y = call(called, function, expected, args, named)
         for name, x, seen in before:
-            if version(x) != seen:
+            if writes_to(x) != seen:
                 raise RuntimeError(
                     f"{called} changed its {name} in place; others still read it: return a new tensor "
                     "(x + y, not x += y)"
@@ -193,11 +194,6 @@ def compare_sampled(called: str, y: Any, logits: Tensor, *args: Any, features: S
         width = min(features.logprobs, y.top_ids.shape[-1]) if isinstance(y.top_ids, Tensor) else features.logprobs
         compare(f"{called}: Sampled.top_ids", y.top_ids, ((rows, width), torch.int64))
         compare(f"{called}: Sampled.top_logprobs", y.top_logprobs, ((rows, width), floating))
-
-
-def version(x: Tensor) -> int:
-    """Counts the writes to a tensor's memory."""
-    return 0 if x.is_inference() else x._version
 
 
 def leaves(args: tuple) -> Iterator[tuple[str, Tensor]]:

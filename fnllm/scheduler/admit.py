@@ -1,5 +1,7 @@
 """Giving waiting sequences a row: in order, with the prefix cache's help, never beyond what blocks and budget bear."""
 
+import functools
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import numpy as np
@@ -36,18 +38,21 @@ class Found(NamedTuple):
     computing: Key | None = None  # the key after them, if a running sequence is computing it
 
 
-def admit(state: SchedulerState, budget: int, reserved: int) -> tuple[SchedulerState, list[Entrant]]:
+def admit(
+    state: SchedulerState, budget: int, reserved: int, version: Callable[[], Hashable]
+) -> tuple[SchedulerState, list[Entrant]]:
     """Gives rows to waiting sequences while rows, `budget` tokens and blocks last.
 
     A sequence is admitted when all its known tokens fit into idle blocks, beyond `reserved` ones (which running
     prompts still need) and a margin for running sequences to grow; if nothing runs, it is admitted in any case. One
     whose next block is just being computed by another is passed over until that block can be shared. So that long
-    lines of such sequences cost no time, only as many as there are rows are passed over in a step.
+    lines of such sequences cost no time, only as many as there are rows are passed over in a step. One without blocks
+    is computed with the weights that `version()` names, also when those before a preemption were others.
     """
     config, size = state.config, state.config.block_size
     rows = (state.rows.seq_id == EMPTY).nonzero()[0].tolist() if state.waiting else []
     entrants: list[Entrant] = []
-    passed = 0
+    passed, present = 0, functools.cache(version)
     for seq_id in iterate(state.waiting):
         if budget == 0 or state.running >= max_running(config) or passed > config.max_num_seqs:
             break
@@ -58,6 +63,8 @@ def admit(state: SchedulerState, budget: int, reserved: int) -> tuple[SchedulerS
         room = idle(state.pool) - reserved - -(-state.running // 4)
         if state.running and isinstance(sequence.held_up, int) and sequence.held_up > room:
             break
+        if not sequence.table:
+            sequence = evolve(sequence, version=present())
         found = _cached_prefix(state, sequence, entrants[-1] if entrants else None)
         if found.computing is not None:
             state = _hold_up(state, seq_id, found.computing)
@@ -72,7 +79,7 @@ def admit(state: SchedulerState, budget: int, reserved: int) -> tuple[SchedulerS
         chunk = _first_chunk(state, known(sequence) - start, budget)
         if chunk == 0:
             break
-        state, entrant = _enter(state, seq_id, rows[len(entrants)], start, chunk, found)
+        state, entrant = _enter(state, seq_id, sequence, rows[len(entrants)], start, chunk, found)
         entrants.append(entrant)
         reserved += blocks_for(known(sequence), size) - blocks_for(start + chunk, size)
         budget -= chunk
@@ -133,11 +140,10 @@ def _first_chunk(state: SchedulerState, rest: int, budget: int) -> int:
 
 
 def _enter(
-    state: SchedulerState, seq_id: int, row: int, start: int, chunk: int, found: Found
+    state: SchedulerState, seq_id: int, sequence: Sequence, row: int, start: int, chunk: int, found: Found
 ) -> tuple[SchedulerState, Entrant]:
     """Gives a waiting sequence the blocks for its first chunk; `_seat` does the rest, for all entrants at once."""
     size, pool = state.config.block_size, state.pool
-    sequence: Sequence = state.sequences[seq_id]
     table, numbers, filled = sequence.table + found.blocks, sequence.numbers, sequence.filled
     pool, own = take(hold(pool, found.blocks[found.alike :]), blocks_for(start + chunk, size) - len(table))
     if shares(state, sequence):

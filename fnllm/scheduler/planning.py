@@ -1,5 +1,6 @@
 """`schedule`: which tokens of which sequences the next step computes."""
 
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,12 +31,17 @@ class Work(NamedTuple):
     reserved: int  # blocks that the rest of these prompts will need
 
 
-def schedule(state: SchedulerState) -> tuple[SchedulerState, Plan | None]:
+def schedule(
+    state: SchedulerState, version: Callable[[], Hashable] = lambda: None
+) -> tuple[SchedulerState, Plan | None]:
     """The plan of the next step, or None when there is nothing to compute before a commit.
 
     Every running sequence that can decode does; prompts share the rest of the token budget, oldest first, then waiting
     sequences are admitted. When the running sequences need more blocks than are idle, the newest gives up its own.
     May be called again before the plan is committed; tokens that are not known yet count as pending.
+
+    `version()` names the weights that will compute the plan. It is asked, once, if a sequence may get its first block:
+    whatever it holds from then on shares with, and is found by, only those whose first block had the same.
     """
     work = _wanted(state)
     while work.blocks > idle(state.pool):
@@ -45,7 +51,7 @@ def schedule(state: SchedulerState) -> tuple[SchedulerState, Plan | None]:
     prefill, entrants = work.prefill, []
     if state.waiting and state.running < max_running(state.config):
         used = len(work.starts) + sum(chunk for _, _, chunk in prefill)
-        state, entrants = admit(state, state.config.max_num_batched_tokens - used, work.reserved)
+        state, entrants = admit(state, state.config.max_num_batched_tokens - used, work.reserved, version)
         prefill = prefill + [(entrant.row, entrant.start, entrant.chunk) for entrant in entrants]
     if not prefill and not len(work.starts):
         return state, None

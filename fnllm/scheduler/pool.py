@@ -15,7 +15,7 @@ from .evolve import evolve
 from .line import Line, push_back, push_front, remove, take_front
 from .pmap import Map
 
-Parent = int | tuple[Hashable]  # the number of an entry, or (cache_key,) above the first block
+Parent = int | tuple[Hashable, Hashable]  # the number of an entry, or above the first block (cache_key, version)
 Key = tuple[Parent, bytes]
 NOT_READY = -1
 

@@ -13,8 +13,8 @@ class Request:
     """A prompt and when to stop.
 
     `max_tokens` is the number of new tokens at most; 0 computes the prompt and ends. A stop id ends the sequence once
-    at least `min_tokens` tokens came before it. `cache_key` says what else than the tokens the keys and values depend
-    on (parameter version, steering, ...): only equal ones share blocks, so tag each part with its kind, see
+    at least `min_tokens` tokens came before it. `cache_key` says what else than the tokens and the weights the keys and
+    values depend on (layers, steering, ...): only equal ones share blocks, so tag each part with its kind, see
     `make_cache_key`. `use_cache=False` neither reads nor publishes shared blocks. With `keep` the sequence stays
     addressable after its end (for `append`, `fork`, `tokens`) until it is aborted; it holds no blocks then.
     Raises ValueError or TypeError for an empty prompt, ids that are none, and counts that are negative or fractional.
@@ -78,11 +78,12 @@ class Sequence:
     held_up: Key | int | None = None  # why it was passed over: a prefix being computed, or the idle blocks it needs
     admitted: bool = False  # whether this turn has been given a row before
     reason: str | None = None
+    version: Hashable = None  # of the weights that computed its blocks, from the first one on
 
 
 def root(sequence: Sequence) -> Parent:
-    """The parent of the first block."""
-    return (sequence.request.cache_key,)
+    """The parent of the first block: all that its keys and values depend on besides tokens."""
+    return (sequence.request.cache_key, sequence.version)
 
 
 def key_of(sequence: Sequence, index: int) -> Key:

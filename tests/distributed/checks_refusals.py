@@ -58,7 +58,7 @@ def check_what_the_ranks_did_before_must_be_equal(expected: None) -> None:
     params = fnllm.load(ORACLE / "qwen3-odd")
     fnllm.generate(params, PROMPTS, SAMPLING, num_blocks=16)
     (machine,) = params.workspace.values()
-    machine.clock += mine(0, 1)
+    machine.writes.clock += mine(0, 1)
     with pytest.raises(ValueError, match="^earlier calls on rank 1 differ"):
         fnllm.generate(params, PROMPTS, SAMPLING, num_blocks=16)
 

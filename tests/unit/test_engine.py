@@ -199,6 +199,57 @@ def test_weights_changed_in_place_are_noticed():
     assert fnllm.tokens(state, second)[7:] == changed != fnllm.tokens(state, first)[7:]
 
 
+@pytest.mark.parametrize("options", [{}, {"max_num_seqs": 1}], ids=["", "one row"])
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("done_before", ["nothing", "request", "add", "an earlier turn"])
+def test_fault_11_a_request_is_computed_with_the_weights_of_its_first_block(done_before, told, options):
+    """Whatever was done with it before they changed, it finds no prefix of the older ones."""
+    params = tiny(22)._replace(workspace={})
+    engine, sampling = fnllm.engine(params, **{**SMALL, **options}), dataclasses.replace(SHORT, max_tokens=2)
+    state, (first,) = start(engine, [PROMPTS[2]], sampling)
+    state = drain(engine, state)
+    request = engine.request(PROMPTS[2], sampling)
+    if done_before == "add":
+        state, second = fnllm.add(state, request)
+    weight = params.tree["layers"][1]["o"]
+    before = weight.clone()
+    with torch.no_grad():
+        (weight.data if told else weight).mul_(-1)
+        if told:
+            fnllm.weights_changed(params)
+        if done_before == "an earlier turn":
+            second, state = first, fnllm.append(state, first, [9])
+        elif done_before != "add":
+            request = engine.request(PROMPTS[2], sampling) if done_before == "nothing" else request
+            state, second = fnllm.add(state, request)
+        text = fnllm.tokens(state, second)
+        state, step = engine.step(state)
+        state = drain(engine, state)
+        wanted = plain_greedy(params, text, 2)
+        weight.copy_(before)
+    assert step.events.cached == ((second, 0),)
+    assert fnllm.tokens(state, second)[len(text) :] == wanted
+    scheduler.check(state.scheduler)
+
+
+def test_preempted_sequences_are_computed_anew_with_the_weights_there_are():
+    """What they find then was computed with those, and what is found of them later too."""
+    params = tiny(23)._replace(workspace={})
+    engine = fnllm.engine(params, **SMALL)
+    state, (first,) = start(engine, [PROMPTS[2]])
+    state = advance(engine, state, 3)
+    with torch.no_grad():
+        params.tree["layers"][1]["o"].mul_(-1)
+    state = dataclasses.replace(state, scheduler=scheduler.preempt(state.scheduler, first))
+    known = fnllm.tokens(state, first)
+    state = drain(engine, state)
+    assert fnllm.tokens(state, first) == (*known, *plain_greedy(params, known, 16 - len(known)))
+    state, second = fnllm.add(state, engine.request(PROMPTS[2], SHORT))
+    state, step = engine.step(state)
+    assert step.events.cached == ((second, 4),)
+    assert fnllm.tokens(drain(engine, state), second)[7:] == plain_greedy(params, PROMPTS[2], 9)
+
+
 def test_what_an_engine_is_asked_wrongly_is_named():
     engine = fnllm.engine(tiny(), **SMALL)
     with pytest.raises(ValueError, match="empty"):

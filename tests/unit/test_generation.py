@@ -293,7 +293,7 @@ def test_an_interrupt_of_the_reader_leaves_everything_usable():
     assert ids(fnllm.generate(params, PROMPTS, SHORT, **SMALL)) == [plain_greedy(params, p, 6) for p in PROMPTS]
 
 
-@pytest.mark.parametrize("where", ["execute", "mark_written", "features_for"])
+@pytest.mark.parametrize("where", ["execute", "apply", "features_for"])
 @pytest.mark.parametrize("step", [1, 2, 4])
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, RuntimeError])
 def test_an_interrupt_inside_a_step_leaves_no_sequence_behind(monkeypatch, where, step, raised):

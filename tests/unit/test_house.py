@@ -21,10 +21,10 @@ SOURCES = sorted(path for folder in PACKAGES.values() for path in folder.rglob("
 LAYERS = """
     ambient fingerprint held completion sampling packed_attention rope tensor_parallel edits scheduler cache
     one_shot capture taps sampler text prompts progress
-    distributed batch state failures
+    distributed batch state failures writes row_features
     loading watch context rows
     layers
-    decode_layer numerics
+    jobs parameters decode_layer numerics
     model
     step
     options

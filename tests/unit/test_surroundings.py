@@ -10,6 +10,8 @@ import torch
 from tiny_models import tiny
 
 import fnllm
+from fnllm.distributed import agree
+from fnllm_weights import Shard
 
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8], [9]]
 SMALL = {"max_model_len": 64, "max_num_seqs": 4, "block_size": 4, "num_blocks": 40}
@@ -86,6 +88,17 @@ def test_copies_of_params_are_free_of_the_engines_of_the_original(copied):
     other.tree["layers"][0]["down"].zero_()
     fnllm.weights_changed(other)
     assert run(params) == wanted != run(other)
+
+
+def test_ranks_agree_on_params_that_are_copies(monkeypatch):
+    """A copy holds None in the places of the original's machines."""
+    params = tiny(24)._replace(workspace={})
+    run(params)
+    other = copy.deepcopy(params)._replace(shard=Shard(0, 2))
+    assert list(other.workspace.values()) == [None]
+    monkeypatch.setattr("fnllm.distributed.world", lambda shard: None)
+    monkeypatch.setattr("fnllm.distributed.exchange_numbers", lambda tp, device, numbers: [numbers, numbers])
+    assert agree(other, 5, prompts=PROMPTS) == 5
 
 
 MODES = {

@@ -4,7 +4,7 @@ from .architectures import ARCHITECTURES
 from .config import ModelConfig, RopeConfig
 from .init import init
 from .load import LoadReport, load, load_with_report
-from .params import LayerParams, Params, ParamTree, check_params
+from .params import LayerParams, Params, ParamTree, check_params, check_tree
 from .plan import LoadPlan, make_plan
 from .save import save
 from .shard import LocalSizes, Shard, local_sizes
@@ -21,6 +21,7 @@ __all__ = [
     "RopeConfig",
     "Shard",
     "check_params",
+    "check_tree",
     "init",
     "load",
     "load_with_report",

@@ -4,7 +4,8 @@ Axes: H hidden, N query heads, K KV heads, D head dim, I MLP width, V vocabulary
 QKV = (N + 2 K) D rows: all query heads, then all key heads, then all value heads; two_I: gate rows, then up rows.
 """
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, get_type_hints
 
 import torch
@@ -75,47 +76,80 @@ def build_tree(config: ModelConfig, tensors: Mapping[Path, Tensor]) -> ParamTree
 
 
 def walk(tree: ParamTree) -> Iterator[tuple[Path, Tensor]]:
-    """Every (path, tensor) of a tree; a tied head comes twice."""
+    """Every (path, leaf) of a tree; a tied head comes twice."""
     parts: dict[str, Any] = {**tree}
     for key, part in parts.items():
-        if isinstance(part, Tensor):
+        if key != "layers":
             yield (key,), part
             continue
         for index, layer in enumerate(part):
-            for name, tensor in layer.items():
-                yield (key, index, name), tensor
+            for name, leaf in layer.items():
+                yield (key, index, name), leaf
 
 
 def check_params(params: Params) -> Params:
-    """The params, if each tensor has the shape that config and shard ask for and all share one dtype and device.
-
-    Raises ValueError such as `params.layers[1].post_norm: expected Float[H]=(8,), found (9,)`.
-    """
-    expected = {leaf.path: leaf.shape for leaf in leaves(params.config, params.shard)}
-    if params.config.tie_word_embeddings:
-        expected[("lm_head",)] = expected[("embed",)]
-    if len(params.tree["layers"]) != params.config.num_hidden_layers:
-        raise ValueError(
-            f"params.layers: expected {params.config.num_hidden_layers} layers, found {len(params.tree['layers'])}"
-        )
-    found = dict(walk(params.tree))
-    for path in [*expected, *found]:
-        name = f"params.{path_name(path)}"
-        if path not in expected:
-            raise ValueError(f"{name}: {params.config.architecture} has no such tensor with this config")
-        rule = f"expected Float[{_axes(path)}]={expected[path]}"
-        if path not in found:
-            raise ValueError(f"{name}: {rule}, found nothing")
-        tensor = found[path]
-        if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
-            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ValueError(f"{name}: {rule}, found {kind}")
-        if tuple(tensor.shape) != expected[path]:
-            raise ValueError(f"{name}: {rule}, found {tuple(tensor.shape)}")
-    _check_alike(found)
+    """The params, if their tree is as `check_tree` wants it and a tied head is the embedding itself."""
+    check_tree(params)
     if params.config.tie_word_embeddings and params.tree["lm_head"].data_ptr() != params.tree["embed"].data_ptr():
         raise ValueError("params.lm_head: expected the tensor of params.embed (tie_word_embeddings), found a copy")
     return params
+
+
+def check_tree(
+    params: Params, *, optional: Collection[str] = (), of_any_form: Collection[str] = (), more: bool = False
+) -> None:
+    """Check that each leaf is there, has the shape that config and shard ask for, and that all share dtype and device.
+
+    Leaves named in `optional` may be missing, those in `of_any_form` need not be such tensors, and with `more` layers
+    may hold others too. Reads no tensor. Raises ValueError such as
+    `params.layers[1].post_norm: expected Float[H]=(8,), found (9,)`.
+    """
+    _check_nesting(params)
+    expected, found = _shapes(params.config, params.shard), dict(walk(params.tree))
+    for path in (path for path in found if path not in expected):
+        if not (more and len(path) == 3):
+            known = sorted({str(each[-1]) for each in expected if each[:-1] == path[:-1]})
+            raise ValueError(
+                f"params.{path_name(path)}: {params.config.architecture} has no such tensor with this config, only "
+                f"{', '.join(known)}"
+            )
+    for path, shape in expected.items():
+        leaf = found.get(path)
+        if leaf is None and path[-1] in optional:
+            continue
+        if leaf is not None and path[-1] in of_any_form:
+            del found[path]
+            continue
+        if not isinstance(leaf, Tensor) or not leaf.dtype.is_floating_point or tuple(leaf.shape) != shape:
+            raise ValueError(
+                f"params.{path_name(path)}: expected Float[{_axes(path)}]={shape}, found {_form(leaf, shape)}"
+            )
+    _check_alike({path: leaf for path, leaf in found.items() if path in expected})
+
+
+def _check_nesting(params: Params) -> None:
+    """Raise ValueError for a tree that is no dict with a list of dicts in it, one for each layer."""
+    tree, count = params.tree, params.config.num_hidden_layers
+    if not isinstance(tree, Mapping):
+        raise ValueError(f"params.tree: expected a dict with embed, layers, norm, lm_head, found {type(tree).__name__}")
+    layers = tree.get("layers")
+    if not isinstance(layers, list | tuple):
+        found = "nothing" if layers is None else type(layers).__name__
+        raise ValueError(f"params.layers: expected a list of {count} layers, found {found}")
+    if len(layers) != count:
+        raise ValueError(f"params.layers: expected {count} layers, found {len(layers)}")
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, Mapping):
+            raise ValueError(f"params.layers[{index}]: expected a dict of tensors, found {type(layer).__name__}")
+
+
+@functools.lru_cache(maxsize=16)
+def _shapes(config: ModelConfig, shard: Shard) -> dict[Path, tuple[int, ...]]:
+    """The shape of each leaf of this rank's tree."""
+    shapes = {leaf.path: leaf.shape for leaf in leaves(config, shard)}
+    if config.tie_word_embeddings:
+        shapes[("lm_head",)] = shapes[("embed",)]
+    return shapes
 
 
 def _check_alike(found: Mapping[Path, Tensor]) -> None:
@@ -127,6 +161,15 @@ def _check_alike(found: Mapping[Path, Tensor]) -> None:
                     f"params.{path_name(path)}: expected {what} {getattr(first, what)} as params."
                     f"{path_name(first_path)} has, found {getattr(tensor, what)}"
                 )
+
+
+def _form(leaf: Any, shape: tuple[int, ...]) -> Any:
+    """What is wrong with a leaf that should be floating-point numbers of a shape."""
+    if leaf is None:
+        return "nothing"
+    if not isinstance(leaf, Tensor):
+        return type(leaf).__name__
+    return leaf.dtype if tuple(leaf.shape) == shape else tuple(leaf.shape)
 
 
 def _axes(path: Path) -> str:

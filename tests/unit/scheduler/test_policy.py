@@ -8,6 +8,7 @@ from unit.scheduler.simulator import Engine
 
 from fnllm import scheduler
 from fnllm.scheduler import Request, SchedulerConfig
+from fnllm.scheduler.request import root
 
 
 def make(blocks=100, size=4, seqs=8, budget=64, length=256, **options) -> Engine:
@@ -133,7 +134,7 @@ def test_prompts_admitted_together_find_what_each_would_find_alone(seed):
     engine.check()
     assert len({join.cached for join in plan.joins}) > 2
     for join in plan.joins:
-        sequence, parent, found = before.sequences[join.seq_id], (before.sequences[join.seq_id].request.cache_key,), []
+        sequence, parent, found = before.sequences[join.seq_id], root(before.sequences[join.seq_id]), []
         for block in sequence.blocks if sequence.request.use_cache else ():
             entry = before.pool.prefix.get((parent, block))
             if entry is None:

@@ -1,0 +1,33 @@
+"""What a machine is told beside its plans: what a caller changed of the computation, and what each request asks for."""
+
+from typing import NamedTuple
+
+from fnllm.capture import NOTHING, Capture
+from fnllm.edits import Channel, Edit
+from fnllm.layers import Layers
+from fnllm.sampling import Sampling
+
+
+class Variant(NamedTuple):
+    """What a caller may change about the computation without touching the machine."""
+
+    layers: Layers = Layers()
+    edits: tuple[Channel, ...] = ()  # which its requests may use
+    capture: tuple[str, ...] = ()  # sites, of which its requests may ask
+
+
+class Job(NamedTuple):
+    """What the device must know of a request beyond its tokens."""
+
+    sampling: Sampling
+    seed: int
+    prompt_length: int
+    tokens: tuple[int, ...] = ()  # the known tokens, for rows that look back at them
+    edits: tuple[Edit, ...] = ()
+    capture: Capture = NOTHING
+
+
+def looks_back(sampling: Sampling) -> bool:
+    """Whether a request's sampling depends on the tokens before."""
+    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    return penalties != (1.0, 0.0, 0.0) or sampling.logits_fn is not None

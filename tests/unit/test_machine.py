@@ -1,0 +1,91 @@
+"""The machine behind the engines: what it finds again, what it builds anew, and whom it tells."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from tiny_models import GREEDY, tiny
+
+import fnllm
+import fnllm.machine
+
+SMALL = {"max_model_len": 40, "max_num_seqs": 4, "block_size": 4, "num_blocks": 30}
+PROMPT = [3, 1, 2, 4]
+SHORT = dataclasses.replace(GREEDY, max_tokens=8)
+
+
+class Adapter(torch.nn.Module):
+    """The usual MLP and a multiple of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, p, x, ctx):
+        return fnllm.layers.mlp(p, x, ctx) + x * self.scale
+
+
+def generate(params, **options):
+    return fnllm.generate(params, PROMPT, SHORT, **{**SMALL, **options})[0]
+
+
+@pytest.mark.parametrize("capture", [None, fnllm.Capture("final_norm", "prompt")], ids=["plain", "capture"])
+def test_a_steady_decode_finds_its_step_without_making_a_spec(monkeypatch, capture):
+    params, made = tiny(0)._replace(workspace={}), []
+    usual = fnllm.machine.layers_for
+    monkeypatch.setattr("fnllm.machine.layers_for", lambda *args, **named: made.append(None) or usual(*args, **named))
+    generate(params, capture=capture)
+    assert len(made) == (1 if capture is None else 2), "one for the steps that capture, one for those that do not"
+
+
+@pytest.mark.parametrize("numerics", ["default", "batch_invariant"])
+@pytest.mark.parametrize("told", [False, True])
+def test_graphs_go_with_the_weights_whose_addresses_they_hold(monkeypatch, numerics, told):
+    """Also for functions that the mode swaps on a GPU, and where `weights_changed` came before the next look."""
+    usual = fnllm.machine.layers_for
+
+    def on_gpu_if_asked(layers, mode, on_gpu=None):
+        return usual(layers, mode, on_gpu is not None)
+
+    monkeypatch.setattr("fnllm.machine.layers_for", on_gpu_if_asked)
+    params, adapter = tiny(0)._replace(workspace={}), Adapter()
+    swapped = {"layers": fnllm.Layers()._replace(mlp=adapter), "numerics": numerics}
+    generate(params, **swapped)
+    (machine,) = params.workspace.values()
+    (runner,) = machine.runners.values()
+    runner.graphs["a bucket"] = "a graph"
+    adapter.scale = torch.nn.Parameter(torch.tensor(0.7))
+    if told:
+        fnllm.weights_changed(params)
+    machine.version_of(params, fnllm.engine(params, **swapped, **SMALL).variant)
+    assert not runner.graphs
+
+
+@pytest.fixture
+def each_step_compiled(monkeypatch):
+    """Every step counts as one that had to be compiled, and none is."""
+    monkeypatch.setattr("fnllm.compiled.graphs_traced", itertools.count().__next__)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+
+
+def test_each_engine_of_a_machine_tells_its_own_report(each_step_compiled):
+    params, options = tiny(0)._replace(workspace={}), {**SMALL, "compile": "inductor"}
+    told: dict[str, list[str]] = {"first": [], "second": []}
+    engines = {name: fnllm.engine(params, report=lines.append, **options) for name, lines in told.items()}
+    for name, other in (("first", "second"), ("second", "first")):
+        told[other].clear()
+        state, _ = fnllm.add(engines[name].init(), engines[name].request(PROMPT, SHORT))
+        engines[name].step(state)
+        assert [line.split(" in ")[0] for line in told[name]] == ["compiled prefill of 4 tokens"]
+        assert not told[other]
+
+
+def test_generate_tells_the_report_that_was_given_last(each_step_compiled, capsys):
+    params, lines, others = tiny(0)._replace(workspace={}), [], []
+    generate(params, compile="inductor")
+    fnllm.engine(params, report=others.append, **SMALL, compile="inductor")
+    fnllm.engine(params, report=lines.append, **SMALL, compile="inductor")
+    fnllm.engine(params, **SMALL, compile="inductor")
+    generate(params, compile="inductor")
+    assert len(lines) == 8 and not others
