@@ -2,7 +2,7 @@
 
 The chain of a layer's kernels runs in a CUDA graph over several layers' weights and caches, which together exceed the
 L2 cache: with QK-norm, rotation and store as a kernel of their own ("apart") or inside attention ("fused"), launched
-dependently (pdl) or not. Each kernel is timed alone too, one call after another. A share is of the least time that its
+dependently (pdl true), not so, or as a step does it (null): all but products of large weights. Each kernel is timed alone too, one call after another. A share is of the least time that its
 bytes need at 4.24 TB/s or its arithmetic at 776 TFLOP/s, whichever is longer. `--dry` runs a tiny shape in plain torch.
 """
 
@@ -94,7 +94,7 @@ def kernel_of(x: Tensor, w: Tensor, gated: bool) -> str:
     return "few rows" if small_linear.takes(x, w) else "cuBLAS"
 
 
-def kernels_of(device: str, pdl: bool) -> Kernels:
+def kernels_of(device: str, pdl: bool | None) -> Kernels:
     """The Triton kernels and cuBLAS as a step chooses between them, or plain torch off the GPU."""
     if device == "cpu":
         attend = functools.partial(paged_attention_reference, max_seqlen_q=1)
@@ -255,7 +255,7 @@ def measure(size: str, model: Model, rows: int, context: int, layers: int, repor
     products = sum(2 * rows * outputs * width for outputs, width in model.shape.products().values())
     floor = max(floor, products / FLOPS_PER_S * 1e6)
     first: dict[str, Tensor] = {}
-    for fused, pdl in itertools.product((False, True), (False, True)):
+    for fused, pdl in itertools.product((False, True), (False, True, None)):
         name, k = "fused" if fused else "apart", kernels_of(device, pdl)
         us, found = time_us(lambda k=k, fused=fused: step.chain(k, fused, layers), device)
         us = us / layers

@@ -10,11 +10,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
-# Best of nano-vLLM, vLLM 0.26 and (at batch 1) gpt-fast on the same kind of machine, in an earlier run.
-PEERS = {
-    "0.6b": {1: 864, 8: 4014, 32: 13566, 64: 22109, 128: 31660, 256: 43027},
-    "8b": {1: 198, 8: 1495, 32: 5719, 64: 10407, 128: 16546, 256: 20898},
-}
+SIZES = ("0.6b", "8b")
 
 
 def main() -> None:
@@ -22,14 +18,17 @@ def main() -> None:
     parser.add_argument("--results", default=HERE / "results" / "serving.json")
     parser.add_argument("--out", default=HERE.parent / "docs" / "decode_throughput.png")
     args = parser.parse_args()
-    rows = [r for r in json.loads(Path(args.results).read_text())["rows"] if r["workload"] == "W3" and "batch" in r]
-    figure, axes = plt.subplots(1, len(PEERS), figsize=(10, 3.6), constrained_layout=True)
-    for axis, (size, peers) in zip(axes, PEERS.items(), strict=True):
+    results = json.loads(Path(args.results).read_text())
+    rows, theirs = ([r for r in results[key] if r.get("workload") == "W3" and "batch" in r] for key in ("rows", "peers"))
+    figure, axes = plt.subplots(1, len(SIZES), figsize=(10, 3.6), constrained_layout=True)
+    for axis, size in zip(axes, SIZES, strict=True):
         mine = sorted((r["batch"], r["tok_s"], r["floor_tok_s"]) for r in rows if r["size"] == size)
         batches = [batch for batch, _, _ in mine]
         axis.plot(batches, [floor for _, _, floor in mine], "--", color="grey", label="limit of the machine")
         axis.plot(batches, [rate for _, rate, _ in mine], "o-", color="tab:blue", label="fnllm")
-        axis.plot(list(peers), list(peers.values()), "s:", color="tab:orange", label="best peer, earlier run")
+        for peer, color in (("vllm", "tab:orange"), ("nano-vllm", "tab:green")):
+            points = sorted((r["batch"], r["decode_tok_s"]) for r in theirs if (r["peer"], r["size"]) == (peer, size))
+            axis.plot(*zip(*points, strict=True), "s:", markersize=4, color=color, label=f"{peer}, same run")
         axis.set(
             xscale="log",
             yscale="log",
