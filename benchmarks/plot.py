@@ -19,15 +19,16 @@ def main() -> None:
     parser.add_argument("--out", default=HERE.parent / "docs" / "decode_throughput.png")
     args = parser.parse_args()
     results = json.loads(Path(args.results).read_text())
-    rows, theirs = ([r for r in results[key] if r.get("workload") == "W3" and "batch" in r] for key in ("rows", "peers"))
+    decode = {key: [r for r in results[key] if r.get("workload") == "W3" and "batch" in r] for key in ("rows", "peers")}
     figure, axes = plt.subplots(1, len(SIZES), figsize=(10, 3.6), constrained_layout=True)
     for axis, size in zip(axes, SIZES, strict=True):
-        mine = sorted((r["batch"], r["tok_s"], r["floor_tok_s"]) for r in rows if r["size"] == size)
+        mine = sorted((r["batch"], r["tok_s"], r["floor_tok_s"]) for r in decode["rows"] if r["size"] == size)
         batches = [batch for batch, _, _ in mine]
         axis.plot(batches, [floor for _, _, floor in mine], "--", color="grey", label="limit of the machine")
         axis.plot(batches, [rate for _, rate, _ in mine], "o-", color="tab:blue", label="fnllm")
         for peer, color in (("vllm", "tab:orange"), ("nano-vllm", "tab:green")):
-            points = sorted((r["batch"], r["decode_tok_s"]) for r in theirs if (r["peer"], r["size"]) == (peer, size))
+            found = [r for r in decode["peers"] if (r["peer"], r["size"]) == (peer, size)]
+            points = sorted((r["batch"], r["decode_tok_s"]) for r in found)
             axis.plot(*zip(*points, strict=True), "s:", markersize=4, color=color, label=f"{peer}, same run")
         axis.set(
             xscale="log",

@@ -30,58 +30,71 @@ class Tile(NamedTuple):
     stages: int
 
 
-class Machine(NamedTuple):
+class Limits(NamedTuple):
     """What the choice of a tile depends on: multiprocessors, and the most bytes of shared memory of a program."""
 
     multiprocessors: int
     shared: int
 
 
-H200 = Machine(132, 232448)
+H200 = Limits(132, 232448)
 SMALL_WEIGHT = 1 << 23  # numbers: a product whose time is less that of its bytes than that between two kernels
 
 
-def machine_of(device: torch.device) -> Machine:
-    """The device's figures; a CPU, which runs Triton's interpreter, passes for an H200."""
+def limits_of(device: torch.device) -> Limits:
+    """The device's limits; a CPU, which runs Triton's interpreter, passes for an H200."""
     if device.type != "cuda":
         return H200
     properties = torch.cuda.get_device_properties(device)
-    return Machine(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+    return Limits(properties.multi_processor_count, properties.shared_memory_per_block_optin)
 
 
-def tile_of(rows: int, outputs: int, *, gated: bool = False, itemsize: int = 2, machine: Machine = H200) -> Tile:
-    """The tile for a product: about one program a multiprocessor, and as many bytes on the way as its memory holds.
+def tile_of(rows: int, outputs: int, *, gated: bool = False, itemsize: int = 2, limits: Limits = H200) -> Tile:
+    """The tile for a product; with `gated` the weight has twice as many rows as there are `outputs`.
 
-    The rule was read off a sweep of 344 tiles over 120 products on an H200 (benchmarks/results/linear_tiles.json).
-    With `gated` the weight has twice as many rows as there are `outputs`.
+    The rules were read off sweeps on an H200 (the last: benchmarks/results/linear_tiles.json).
 
     >>> [tuple(tile_of(rows, outputs)) for rows, outputs in ((8, 1024), (64, 4096), (8192, 24576))]
     [(16, 64, 256, 4, 4), (64, 32, 128, 4, 6), (256, 128, 64, 8, 4)]
     """
     if itemsize == 4:  # no tensor cores, whose products of float32 are not exact
         return Tile(16 if rows <= 16 else 64, 64, 32, 4, 2)
+    tall, wide = tile_size(rows, outputs, gated, limits.multiprocessors)
+    programs = -(-rows // tall) * -(-outputs // wide)
+    deep, stages = tile_depth(tall, wide * (1 + gated), programs, itemsize, limits)
+    return Tile(tall, wide, deep, 8 if tall * wide >= 128 * 128 else 4, stages)
+
+
+def tile_size(rows: int, outputs: int, gated: bool, multiprocessors: int) -> tuple[int, int]:
+    """(rows, outputs) of a tile: about one program a multiprocessor."""
     # Few rows are the shorter side of what the tensor cores multiply: 16 or 32 of them by 64 outputs. The narrower the
     # weight, the more such tiles beside each other pay, though each fetches the weight again.
     by_16, by_32 = (64, 128) if outputs <= 2048 else (16, 63) if outputs <= 8192 else (16, 32)
-    tall = 16 if rows <= by_16 else 32 if rows <= by_32 else 64
-    most = 64 if tall < 64 or (gated and rows <= 64) else 128
-    wide = max(16, power_of_two(-(-outputs * -(-rows // tall) // machine.multiprocessors))) if tall == 64 else 64
-    if rows > 64 and wide > most:
-        tall = 256 if rows > 256 and rows * outputs > 256 * 128 * machine.multiprocessors and not gated else 128
-    wide = min(wide, most)
-    # Programs that share a multiprocessor: all if so many fit beside each other, else a few small ones or one large.
-    sums, together = tall * wide * (1 + gated), -(-(-(-rows // tall) * -(-outputs // wide)) // machine.multiprocessors)
-    most = 3 if sums < 128 * 128 else 2 if sums < 128 * 256 else 1
-    memory = machine.shared // (together if together <= most else most if sums < 128 * 128 else 1) - 2048  # barriers
-    tile_bytes = itemsize * (tall + wide * (1 + gated))
-    deep = next(k for k in (256, 128, 64) if k == 64 or (memory // (k * tile_bytes) >= 3 and k * tall <= 8192))
-    stages = min(memory // (deep * tile_bytes), {256: 4, 128: 6, 64: 8}[deep])
-    return Tile(tall, wide, deep, 8 if tall * wide >= 128 * 128 else 4, max(2, stages))
+    if rows <= by_16:
+        return 16, 64
+    if rows <= by_32:
+        return 32, 64
+    wide = max(16, triton.next_power_of_2(-(-outputs * -(-rows // 64) // multiprocessors)))
+    if wide <= 128 or rows <= 64:
+        return 64, min(wide, 64 if gated and rows <= 64 else 128)
+    many = rows > 256 and rows * outputs > 256 * 128 * multiprocessors
+    return 256 if many and not gated else 128, 128
 
 
-def power_of_two(number: int) -> int:
-    """The least power of two that is no less."""
-    return 1 << (number - 1).bit_length()
+def tile_depth(tall: int, wide: int, programs: int, itemsize: int, limits: Limits) -> tuple[int, int]:
+    """(inputs of a tile, tiles on the way): as many bytes as a program's share of a multiprocessor's memory holds."""
+    sums = tall * wide  # held in registers, which have room for 32768 at most, with what else a program needs
+    room = 3 if sums < 128 * 128 else 2 if sums < 128 * 256 else 1
+    together = -(-programs // limits.multiprocessors)
+    if together > room:
+        together = room if room == 3 else 1  # those that wait gain nothing by small shares
+    memory = limits.shared // together - 2048  # of which barriers take some
+    most = {256: 4, 128: 6, 64: 8}
+    for deep in most:
+        stages = memory // (deep * itemsize * (tall + wide))
+        if deep == 64 or (stages >= 3 and deep * tall <= 8192):
+            break
+    return deep, max(2, min(stages, most[deep]))
 
 
 def fetches_tiles(*tensors: Tensor) -> bool:
@@ -120,7 +133,7 @@ def launch_tiled(
     if pdl is None and w.numel() > SMALL_WEIGHT:
         pdl = False  # 49 us become 58 where the next kernel's programs wait beside this one's
     if tile is None:
-        tile = tile_of(tokens, outputs, gated=gated, itemsize=x.element_size(), machine=machine_of(x.device))
+        tile = tile_of(tokens, outputs, gated=gated, itemsize=x.element_size(), limits=limits_of(x.device))
     early = tokens > 16 if early is None else early
     sources = x, w
     if fetches_tiles(x, w) if tma is None else tma:

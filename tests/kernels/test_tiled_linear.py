@@ -14,7 +14,7 @@ if INTERPRETING:
     sys.path.append(str(Path(__file__).parent))
     import decode_interpreter  # noqa: F401  multiplies and rounds bfloat16 as a GPU does
 
-from fnllm_kernels.tiled_linear import H200, Machine, Tile, launch_tiled, tile_of
+from fnllm_kernels.tiled_linear import H200, Limits, Tile, launch_tiled, tile_of
 
 SHAPES = [(3, 104, 40), (70, 48, 72), (1, 704, 16), (65, 200, 136), (33, 64, 96)]
 
@@ -37,15 +37,15 @@ if not INTERPRETING:
     def test_kernels_in_the_interpreter():
         interpreted_tests(__file__)
 
-    @pytest.mark.parametrize("machine", [H200, Machine(108, 166912), Machine(82, 101376)], ids=str)
+    @pytest.mark.parametrize("limits", [H200, Limits(108, 166912), Limits(82, 101376)], ids=str)
     @pytest.mark.parametrize("gated", [False, True])
     @pytest.mark.parametrize("itemsize", [2, 4])
-    def test_tiles_fit_the_machine(machine, gated, itemsize):
+    def test_tiles_fit_the_machine(limits, gated, itemsize):
         for rows in (1, 2, 16, 17, 32, 33, 63, 64, 65, 100, 128, 200, 256, 257, 1024, 8192):
             for outputs in (1, 16, 100, 1024, 4096, 6144, 24576, 151936):
-                tile = tile_of(rows, outputs, gated=gated, itemsize=itemsize, machine=machine)
+                tile = tile_of(rows, outputs, gated=gated, itemsize=itemsize, limits=limits)
                 held = itemsize * tile.inputs * tile.stages * (tile.rows + tile.outputs * (1 + gated))
-                assert held <= machine.shared, (rows, outputs, tile)
+                assert held <= limits.shared, (rows, outputs, tile)
                 assert tile.stages >= 2 and min(tile.rows, tile.outputs) >= 16
                 assert tile.rows * tile.outputs * (1 + gated) <= 32768  # sums in registers
 
