@@ -113,18 +113,18 @@ def check_tree(
                 f"params.{path_name(path)}: {params.config.architecture} has no such tensor with this config, only "
                 f"{', '.join(known)}"
             )
+    checked = {}
     for path, shape in expected.items():
         leaf = found.get(path)
-        if leaf is None and path[-1] in optional:
+        if path[-1] in (optional if leaf is None else of_any_form):
             continue
-        if leaf is not None and path[-1] in of_any_form:
-            del found[path]
-            continue
-        if not isinstance(leaf, Tensor) or not leaf.dtype.is_floating_point or tuple(leaf.shape) != shape:
+        if not isinstance(leaf, Tensor) or leaf.shape != shape or not leaf.dtype.is_floating_point:
             raise ValueError(
                 f"params.{path_name(path)}: expected Float[{_axes(path)}]={shape}, found {_form(leaf, shape)}"
             )
-    _check_alike({path: leaf for path, leaf in found.items() if path in expected})
+        checked[path] = leaf
+    if len({(leaf.dtype, leaf.device) for leaf in checked.values()}) > 1:
+        _refuse_mixture(checked)
 
 
 def _check_nesting(params: Params) -> None:
@@ -152,9 +152,10 @@ def _shapes(config: ModelConfig, shard: Shard) -> dict[Path, tuple[int, ...]]:
     return shapes
 
 
-def _check_alike(found: Mapping[Path, Tensor]) -> None:
-    first_path, first = next(iter(found.items()))
-    for path, tensor in found.items():
+def _refuse_mixture(leaves: Mapping[Path, Tensor]) -> None:
+    """Raise ValueError for the first leaf of another dtype or device than the first leaf's."""
+    first_path, first = next(iter(leaves.items()))
+    for path, tensor in leaves.items():
         for what in ("dtype", "device"):
             if getattr(tensor, what) != getattr(first, what):
                 raise ValueError(
