@@ -1,4 +1,4 @@
-"""What three and four ranks check of the compiled step, traced whole and run as torch's own operations.
+"""What four ranks check of the compiled step, traced whole and run as torch's own operations.
 
 FNLLM_TEST_INDUCTOR=traced does it for all checkpoints; two are unlike enough for every day.
 """
