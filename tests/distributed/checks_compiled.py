@@ -1,8 +1,8 @@
 """What two ranks check of the compiled step: it gives what one rank's eager step gives.
 
-Through Inductor, as users run it, goes a step with captures, edits and other layers. All checkpoints, and the open
-step, are traced in the same way, and the graph runs as torch's own operations: code generation would take each rank
-half a minute of every checkpoint.
+Through Inductor, as users run it, goes a step with captures, edits and other layers. All checkpoints, but those with
+other tables of rope alone, and the open step are traced in the same way, and the graph runs as torch's own operations:
+code generation would take each rank half a minute of every checkpoint.
 FNLLM_TEST_INDUCTOR sends more of it through Inductor: names of checkpoints, `open` for the open step and the crowded
 pool, or `all`.
 """
@@ -23,10 +23,8 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 import checks_equal
 import checks_open
 import tracing
-from checks_equal import CHECKPOINTS, ORACLE, cases_of, greedy, tight
+from checks_equal import CHECKPOINTS, ORACLE, ROPES, cases_of, greedy, tight
 
-# Traced, these are as qwen3-tiny is: they differ in the tables of rope, which no rank divides.
-ALIKE = ("qwen3-linear", "qwen3-yarn")
 WANTED = os.environ.get("FNLLM_TEST_INDUCTOR", "mixed").split(",")
 INDUCTOR = [name for name in CHECKPOINTS if name in WANTED or "all" in WANTED]
 PROMPTS = [[24, 3, 8, 5, 9, 11, 97], [97, 3, 8, 5, 9, 64, 2]]  # of one length and unlike: two kinds of step
@@ -81,7 +79,7 @@ def mixed(compile: str) -> list:
 
 def on_one_rank() -> dict:
     return {
-        "short": {name: short(name, "none") for name in CHECKPOINTS if name not in ALIKE or name in INDUCTOR},
+        "short": {name: short(name, "none") for name in CHECKPOINTS if name not in ROPES or name in INDUCTOR},
         "mixed": mixed("none"),
         "crowded": {name: crowded(name, "none") for name in ("qwen3-odd",)},
         "opened": opened("none", prefix_cache=True),
