@@ -1,4 +1,4 @@
-"""Captures, edits, swapped layers and states against plain passes in float32 on the CPU.
+"""The open step against plain passes in float32 on the CPU: captures, edits, swapped layers and states.
 
 gpu_check_open.py SETTINGS_JSON, for gpu_checks.py. For each model, dtype and compile mode one row a case. What the
 engine drew and captured is compared with `score` of the same tokens by the same weights, edits and layers on the CPU:

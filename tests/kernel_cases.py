@@ -99,6 +99,23 @@ def exact_attention(inputs: dict, *, scale: float, window: int, max_seqlen_q: in
     return out
 
 
+def product_case(
+    rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: str, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """x [rows, inputs] and w [outputs, inputs], whose product has numbers of order 1."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, inputs, generator=generator, dtype=torch.float64)
+    w = torch.randn(outputs, inputs, generator=generator, dtype=torch.float64) * inputs**-0.5
+    return x.to(device, dtype), w.to(device, dtype)
+
+
+def check_product(result: Tensor, x: Tensor, w: Tensor, relative: float) -> None:
+    """Assert that it is x @ w.T but for roundings, each of this size relative to the terms that are summed."""
+    exact = x.double() @ w.double().T
+    bound = relative * (x.double().abs() @ w.double().abs().T)
+    assert ((result.double() - exact).abs() <= bound + 1e-6).all()
+
+
 def relative_error(got: Tensor, want: Tensor) -> float:
     """||got - want|| / ||want||, NaN if anything is."""
     return ((got.double().cpu() - want).norm() / want.norm()).item()

@@ -46,7 +46,9 @@ def linear_reference(x, w, *, bias=None, residual=None, norm=None, eps=0.0, gate
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         x = norm * wide.to(x.dtype)
     y = torch.nn.functional.linear(x, w, bias)
-    y = silu_mul(y) if gated else y
+    if gated:
+        gate, up = y.chunk(2, dim=-1)
+        y = torch.nn.functional.silu(gate) * up
     return y if residual is None else residual + y
 
 
@@ -80,6 +82,8 @@ def _linear(x, w, bias, residual, norm, eps, gated) -> Tensor:
     if bias is None and residual is None and norm is None and prefers_tiles(x, w, gated):
         return launch_tiled(x, w, gated=gated)
     if not takes(x, w):
+        if gated and x.is_cuda and norm is None:
+            return silu_mul(torch.nn.functional.linear(x, w, bias))
         return linear_reference(x, w, bias=bias, residual=residual, norm=norm, eps=eps, gated=gated)
     from fnllm_kernels.decode_linear import launch_linear
 
@@ -116,8 +120,7 @@ def small_linear(
 ) -> Float[Tensor, "T Y"]:
     """x @ w.T (+ bias) (+ residual); with gated silu(gate) * up of w's two halves, Y = O / 2.
 
-    Raises ValueError for operands that do not fit, TypeError for mixed
-    dtypes.
+    Raises ValueError for operands that do not fit, TypeError for mixed dtypes.
     """
     return _small_linear(x, w, bias, residual, gated)
 

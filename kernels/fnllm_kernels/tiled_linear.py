@@ -131,7 +131,7 @@ def launch_tiled(
     if not out.numel():
         return out
     if pdl is None and w.numel() > SMALL_WEIGHT:
-        pdl = False  # 49 us become 58 where the next kernel's programs wait beside this one's
+        pdl = False  # 52 us become 59 where the next kernel's programs wait beside this one's (64 rows of 24576 x 4096)
     if tile is None:
         tile = tile_of(tokens, outputs, gated=gated, itemsize=x.element_size(), limits=limits_of(x.device))
     early = tokens > 16 if early is None else early

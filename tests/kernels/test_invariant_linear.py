@@ -2,21 +2,9 @@
 
 import pytest
 import torch
+from kernel_cases import check_product, product_case
 
 from fnllm_kernels.invariant_linear import invariant_linear
-
-
-def problem(tokens, inputs, outputs, dtype, device, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, inputs, generator=generator, dtype=torch.float64)
-    w = torch.randn(outputs, inputs, generator=generator, dtype=torch.float64)
-    return x.to(device, dtype), w.to(device, dtype)
-
-
-def check(result, x, w, relative):
-    exact = x.double() @ w.double().T
-    bound = relative * (x.double().abs() @ w.double().abs().T)
-    assert ((result.double() - exact).abs() <= bound + 1e-6).all()
 
 
 def test_shapes_are_checked():
@@ -26,7 +14,7 @@ def test_shapes_are_checked():
 
 
 def test_strides_and_no_rows():
-    x, w = problem(5, 32, 9, torch.float32, "cpu")
+    x, w = product_case(5, 32, 9, torch.float32, "cpu")
     wide = torch.zeros(5, 64)
     wide[:, ::2] = x
     assert torch.equal(invariant_linear(wide[:, ::2], w), invariant_linear(x, w))
@@ -37,8 +25,8 @@ def test_strides_and_no_rows():
 @pytest.mark.parametrize("dtype, relative", [(torch.bfloat16, 6e-3), (torch.float32, 1e-5)], ids=str)
 @pytest.mark.parametrize("inputs, outputs", [(1024, 6144), (3072, 1024), (1024, 4096), (333, 77), (2560, 19456)])
 def test_a_rows_bits_do_not_depend_on_the_others(inputs, outputs, dtype, relative):
-    x, w = problem(300, inputs, outputs, dtype, "cuda")
+    x, w = product_case(300, inputs, outputs, dtype, "cuda")
     whole = invariant_linear(x, w)
-    check(whole, x, w, relative)
+    check_product(whole, x, w, relative)
     for first, last in ((0, 1), (5, 6), (17, 33), (0, 64), (3, 68), (100, 300)):
         assert torch.equal(invariant_linear(x[first:last], w), whole[first:last]), (first, last)

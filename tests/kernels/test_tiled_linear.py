@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from interpreted import INTERPRETING, interpreted_tests
+from kernel_cases import check_product, product_case
 
 from fnllm_kernels.silu_mul import silu_mul
 
@@ -17,19 +18,6 @@ if INTERPRETING:
 from fnllm_kernels.tiled_linear import H200, Limits, Tile, launch_tiled, tile_of
 
 SHAPES = [(3, 104, 40), (70, 48, 72), (1, 704, 16), (65, 200, 136), (33, 64, 96)]
-
-
-def problem(rows, inputs, outputs, dtype, device, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, inputs, generator=generator, dtype=torch.float64)
-    w = torch.randn(outputs, inputs, generator=generator, dtype=torch.float64) * inputs**-0.5
-    return x.to(device, dtype), w.to(device, dtype)
-
-
-def check(result, x, w, relative):
-    exact = x.double() @ w.double().T
-    bound = relative * (x.double().abs() @ w.double().abs().T)
-    assert ((result.double() - exact).abs() <= bound + 1e-6).all()
 
 
 if not INTERPRETING:
@@ -53,9 +41,9 @@ if not INTERPRETING:
     @pytest.mark.parametrize("dtype, relative", [(torch.bfloat16, 6e-3), (torch.float16, 1e-3)], ids=str)
     @pytest.mark.parametrize("inputs, outputs", [(1024, 6144), (3072, 1024), (4096, 4096), (200, 1000)])
     def test_bits_depend_on_neither_tile_nor_rows_nor_loads(inputs, outputs, dtype, relative):
-        x, w = problem(300, inputs, outputs, dtype, "cuda")
+        x, w = product_case(300, inputs, outputs, dtype, "cuda")
         whole = launch_tiled(x, w)
-        check(whole, x, w, relative)
+        check_product(whole, x, w, relative)
         for first, last in ((0, 1), (3, 9), (5, 29), (17, 65), (0, 128), (100, 260), (44, 300)):
             assert torch.equal(launch_tiled(x[first:last], w), whole[first:last]), (first, last)
         shapes = (16, 16, 256, 4, 3), (64, 128, 64, 4, 4), (128, 64, 128, 4, 3), (16, 64, 64, 4, 4)
@@ -67,7 +55,7 @@ if not INTERPRETING:
     @pytest.mark.parametrize("rows", [1, 16, 24, 48, 64, 96, 128, 200, 256, 300])
     @pytest.mark.parametrize("inputs, outputs", [(1024, 6144), (200, 1008), (4096, 24576)])
     def test_gated_has_the_bits_of_a_product_and_a_silu(rows, inputs, outputs):
-        x, w = problem(rows, inputs, outputs, torch.bfloat16, "cuda")
+        x, w = product_case(rows, inputs, outputs, torch.bfloat16, "cuda")
         assert torch.equal(launch_tiled(x, w, gated=True), silu_mul(launch_tiled(x, w)))
 
 else:
@@ -77,20 +65,20 @@ else:
     @pytest.mark.parametrize("dtype, relative", DTYPES, ids=str)
     @pytest.mark.parametrize("rows, inputs, outputs", SHAPES)
     def test_product(rows, inputs, outputs, dtype, relative, tma):
-        x, w = problem(rows, inputs, outputs, dtype, "cpu")
-        check(launch_tiled(x, w, tma=tma), x, w, relative)
+        x, w = product_case(rows, inputs, outputs, dtype, "cpu")
+        check_product(launch_tiled(x, w, tma=tma), x, w, relative)
 
     @pytest.mark.parametrize("tma", [False, True])
     @pytest.mark.parametrize("tile", [Tile(16, 16, 64, 4, 2), Tile(16, 64, 32, 4, 2), Tile(64, 32, 128, 4, 2)], ids=str)
     @pytest.mark.parametrize("rows, inputs, outputs", [(3, 104, 40), (40, 136, 72)])
     def test_gated(rows, inputs, outputs, tile, tma):
-        x, w = problem(rows, inputs, outputs, torch.bfloat16, "cpu")
+        x, w = product_case(rows, inputs, outputs, torch.bfloat16, "cpu")
         gate, up = (x.double() @ w.double().T).chunk(2, -1)
         found = launch_tiled(x, w, gated=True, tile=tile, tma=tma)
         torch.testing.assert_close(found.double(), torch.nn.functional.silu(gate) * up, rtol=0.03, atol=0.01)
 
     def test_rows_that_do_not_follow_each_other_and_none():
-        x, w = problem(5, 32, 16, torch.float32, "cpu")
+        x, w = product_case(5, 32, 16, torch.float32, "cpu")
         wide = torch.zeros(5, 64)
         wide[:, ::2] = x
         assert torch.equal(launch_tiled(wide[:, ::2], w), launch_tiled(x, w))
