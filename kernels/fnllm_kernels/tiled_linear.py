@@ -74,7 +74,8 @@ def tile_size(rows: int, outputs: int, gated: bool, multiprocessors: int) -> tup
         return 16, 64
     if rows <= by_32:
         return 32, 64
-    wide = max(16, triton.next_power_of_2(-(-outputs * -(-rows // 64) // multiprocessors)))
+    least = -(-outputs * -(-rows // 64) // multiprocessors)
+    wide = max(16, 1 << (least - 1).bit_length())
     if wide <= 128 or rows <= 64:
         return 64, min(wide, 64 if gated and rows <= 64 else 128)
     many = rows > 256 and rows * outputs > 256 * 128 * multiprocessors
