@@ -1,21 +1,25 @@
 """The model: one function over a parameter tree. Reading order: `forward`, then `layers.py`."""
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from fnllm.context import Context
 from fnllm.decode_layer import attention_counters, decode_layer, fuses
-from fnllm.layers import add_norm
+from fnllm.layers import Layers, add_norm
+from fnllm.numerics import layers_for
 from fnllm_weights import ParamTree
 
+AFTER_ATTENTION = ("norm", "linear", "mlp", "moe", "activation")  # functions of the rest of a layer
 
-def forward(tree: ParamTree, ctx: Context) -> Float[Tensor, "T H"]:
-    """Hidden states after the final norm, for every token of `ctx.batch`.
+
+def forward(tree: ParamTree, ctx: Context, tokens: Int[Tensor, " W"] | None = None) -> Float[Tensor, "W H"]:
+    """Hidden states after the final norm of these tokens of `ctx.batch`; None: of all.
 
     The residual stream is carried beside the sublayers' outputs, so that each addition meets the norm behind it in
-    one kernel. Collectives: one all-reduce in `embed`, one in `attention`, one in `mlp`.
+    one kernel. Collectives: one all-reduce in `embed`, one in `attention`, one in `mlp`. The last layer's feed-forward
+    runs for `tokens` alone, where that makes no difference to what anybody sees.
     """
-    layers = ctx.layers
+    layers, last = ctx.layers, len(tree["layers"]) - 1
     x = layers.embed(tree["embed"], ctx.batch.token_ids, ctx)
     residual, counters = None, None
     for index, p in enumerate(tree["layers"]):
@@ -26,13 +30,29 @@ def forward(tree: ParamTree, ctx: Context) -> Float[Tensor, "T H"]:
             continue
         h, residual = tapped_add_norm(p["input_norm"], x, residual, "resid_pre", at)
         h = at.tap("attn_out", layers.attention(p, h, at))
+        if tokens is not None and index == last and rest_by_token(at):
+            h, residual = h[tokens], residual[tokens]
+            ctx = ctx._replace(batch=ctx.batch.take(tokens))
+            at, tokens = ctx._replace(layer=index), None
         h, residual = tapped_add_norm(p["post_norm"], h, residual, "resid_mid", at)
         feed_forward = layers.moe if "router" in p else layers.mlp
         x = at.tap("mlp_out", feed_forward(p, h, at))
         if at.taps.wants(f"layers.{index}.resid_post"):
             x, residual = at.tap("resid_post", residual + x), None
     hidden, _ = add_norm(tree["norm"], x, residual, ctx)
-    return ctx.tap("final_norm", hidden)
+    hidden = ctx.tap("final_norm", hidden)
+    return hidden if tokens is None else hidden[tokens]
+
+
+def rest_by_token(ctx: Context) -> bool:
+    """Whether all behind this layer's attention takes each token alone, and nobody looks at it before the head.
+
+    False in decode steps, where every token passes the head.
+    """
+    usual = Layers(), layers_for(Layers(), "batch_invariant")
+    by_token = all(any(getattr(ctx.layers, f) is getattr(own, f) for own in usual) for f in AFTER_ATTENTION)
+    sites = "final_norm", *(f"layers.{ctx.layer}.{name}" for name in ("resid_mid", "mlp_out", "resid_post"))
+    return by_token and ctx.batch.max_seqlen > 1 and not any(map(ctx.taps.wants, sites))
 
 
 def head_logits(tree: ParamTree, hidden: Float[Tensor, "B H"], ctx: Context) -> Float[Tensor, "B V"]:

@@ -79,26 +79,38 @@ def step(
         metadata=plan_attention(batch, rows, spec, tree["norm"].dtype, backend, max_context),
         taps=Taps(spec.capture, spec.edits, entry_choices(rows, inputs.row), inputs.captured, captured),
     )
-    hidden = forward(tree, ctx)
-    logits = entry_logits(tree, hidden, inputs, ctx)
+    tokens = head_tokens(inputs, ctx.taps)
+    logits = entry_logits(tree, forward(tree, ctx, tokens), tokens, inputs, ctx)
     sampled = draw(logits, rows, inputs, batch.context_lens, spec)
     moved = advance(rows, inputs, sampled.ids, keep_history=looks_back(spec.features))
     return moved, StepOutput(sampled, whole_sites(captured, spec.config, spec.tp))
 
 
+def head_tokens(inputs: StepInputs, taps: Taps) -> Int[Tensor, " W"] | None:
+    """The tokens that pass the head: each entry's last, and behind them those whose logits are captured; None: all."""
+    if inputs.token_ids is not None:
+        entries = (inputs.cu_seqlens[1:] - 1).clamp(min=0)
+    elif "logits" in taps.capture:
+        entries = torch.arange(inputs.row.shape[0], device=inputs.row.device)
+    else:
+        return None
+    return torch.cat([entries, inputs.captured]) if "logits" in taps.capture else entries
+
+
 def entry_logits(
-    tree: ParamTree, hidden: Float[Tensor, "T H"], inputs: StepInputs, ctx: Context
+    tree: ParamTree,
+    hidden: Float[Tensor, "W H"],
+    tokens: Int[Tensor, " W"] | None,
+    inputs: StepInputs,
+    ctx: Context,
 ) -> Float[Tensor, "B V"]:
-    """Logits of each entry's last token; where logits are captured, those tokens pass the head behind them."""
+    """Logits of each entry's last token, from the hidden states of `head_tokens`."""
     count = inputs.row.shape[0]
-    index = None if inputs.token_ids is None else (inputs.cu_seqlens[1:] - 1).clamp(min=0)
+    if tokens is not None:
+        ctx = ctx._replace(batch=ctx.batch.take(tokens))
     if "logits" in ctx.taps.capture:
-        index = torch.arange(count, device=hidden.device) if index is None else index
-        index = torch.cat([index, inputs.captured])
-        behind = torch.arange(count, index.shape[0], device=hidden.device)
+        behind = torch.arange(count, hidden.shape[0], device=hidden.device)
         ctx = ctx._replace(taps=ctx.taps._replace(tokens=behind))
-    if index is not None:
-        hidden, ctx = hidden[index], ctx._replace(batch=ctx.batch.take(index))
     return head_logits(tree, hidden, ctx)[:count]
 
 
