@@ -123,6 +123,31 @@ else:
         out = attention_triton.paged_attention_triton(**inputs, **static, invariant=True)
         assert cases.relative_error(out, cases.exact_attention(inputs, **static)) < 2e-6
 
+    def test_invariant_form_gives_the_same_bits_in_any_chunk(monkeypatch):
+        """A later chunk's tiles hold keys that its earlier rows may not see; all of them masked, they change no bit."""
+
+        def once_rounded(exact, like):
+            return interpreter.TensorHandle(exact.astype(like.data.dtype), like.dtype.scalar)
+
+        def fma(self, x, y, z):  # as in hardware; the interpreter's own rounds the product too
+            return once_rounded(x.data.astype(float) * y.data + z.data, z)
+
+        def dot(self, a, b, d, *precision):  # BLAS sums by a row's place in the tile, which no rounding then shows
+            return once_rounded(a.data.astype(float) @ b.data + d.data, d)
+
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+        case = cases.AttentionCase(4, 2, 16, 8, ((70, 70),))
+        inputs, static = inputs_of(case), cases.static_arguments(case) | {"scale": 0.1303}
+        whole = attention_triton.paged_attention_triton(**inputs, **static, invariant=True)
+        for first in range(0, 70, 7):
+            part = {"q": inputs["q"][first : first + 7], "cu_seqlens_q": torch.tensor([0, 7], dtype=torch.int32)}
+            part["context_lens"] = torch.tensor([first + 7], dtype=torch.int32)
+            out = attention_triton.paged_attention_triton(
+                **inputs | part, **static | {"max_seqlen_q": 7}, invariant=True
+            )
+            assert torch.equal(out, whole[first : first + 7])
+
     def test_attention_refuses_what_the_kernels_cannot_take():
         inputs, static = inputs_of(ALL["decode"]), cases.static_arguments(ALL["decode"])
         with pytest.raises(ValueError, match="q is torch.float64; the kernels take float32"):
