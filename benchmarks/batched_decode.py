@@ -30,7 +30,8 @@ from workloads import SHAPES as MODELS  # noqa: E402
 
 from fnllm_kernels import norm, qk_norm_rope_store, silu_mul, small_linear  # noqa: E402
 from fnllm_kernels.attention_reference import paged_attention_reference  # noqa: E402
-from fnllm_kernels.attention_triton import decode_attention_triton, runs_direct, triton_metadata  # noqa: E402
+from fnllm_kernels.attention_triton import decode_attention_triton, triton_metadata  # noqa: E402
+from fnllm_kernels.attention_triton_plan import runs_direct  # noqa: E402
 from fnllm_kernels.qk_norm_rope_attention import (  # noqa: E402
     qk_norm_rope_attention_reference,
     qk_norm_rope_attention_triton,
@@ -166,8 +167,8 @@ class Step:
         self.x, self.residual = (model.normal(rows, shape.hidden) for _ in range(2))
         self.direct = runs_direct(rows, shape.kv_heads, context)
         plan = None
-        if device == "cuda" and not self.direct:
-            plan = triton_metadata(self.lens, self.cu, shape.kv_heads, shape.head_dim, self.x.dtype, 0)
+        if device == "cuda":
+            plan = triton_metadata(self.lens, self.cu, shape.kv_heads, shape.head_dim, self.x.dtype, 0, context)
         self.options = dict(scale=shape.head_dim**-0.5, metadata=plan, max_context=context)
 
     def heads_of(self, qkv: Tensor, layer: int) -> tuple:
@@ -264,7 +265,7 @@ def measure(size: str, model: Model, rows: int, context: int, layers: int, repor
         before = first.setdefault(name, found)
         report(
             part="chain", **where, chain=name, pdl=pdl, us_layer=round(us, 3), floor_us=round(floor, 3),
-            share=round(floor / us, 4), planned=not step.direct,
+            share=round(floor / us, 4), divided=not step.direct,
             same_bits_without_pdl=torch.equal(found, before), error_to_apart=relative_error(found, first["apart"]),
         )  # fmt: skip
     for pdl in (False, True):

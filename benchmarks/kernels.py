@@ -109,28 +109,27 @@ def prefill_cases() -> Iterator[Case]:
         yield attention_case(backend, 1, 1024, 1024, 16)
 
 
-def tiling_case(batch: int, context: int, tiling: DecodeTiling, planned: bool) -> Case:
+def tiling_case(batch: int, context: int, tiling: DecodeTiling, direct: bool) -> Case:
     def build():
         inputs = attention_tensors(batch, 1, context, 256)
-        plan = None
-        if planned:
-            plan = decode_plan(inputs["context_lens"], inputs["cu_seqlens_q"], KV_HEADS, 0, tiling)
-        return lambda: decode_attention(*inputs.values(), HEAD_DIM**-0.5, 0, plan, tiling)
+        plan = decode_plan(inputs["context_lens"], inputs["cu_seqlens_q"], KV_HEADS, 0, tiling, direct)
+        return lambda: decode_attention(*inputs.values(), HEAD_DIM**-0.5, 0, plan, tiling, direct)
 
-    fields = f"keys {tiling.keys} warps {tiling.warps} stages {tiling.stages} chunk {tiling.least_chunk}"
-    name = f"tiling {batch}x{context} {fields} {'planned' if planned else 'direct'}"
+    fields = f"keys {tiling.keys} warps {tiling.warps} stages {tiling.stages}"
+    divided = f"chunk {tiling.least_chunk} programs {tiling.programs}"
+    name = f"tiling {batch}x{context} {fields} {'direct' if direct else divided}"
     return Case(name, build, batch * (context * KV_HEADS + HEADS) * HEAD_DIM * 2 * 2)
 
 
 def tilings_cases() -> Iterator[Case]:
-    """Candidates for `decode_tiling`: many sequences without a plan, few with one."""
+    """Candidates for `decode_tiling`: many sequences undivided, fewer divided."""
     for keys, warps, stages in itertools.product((16, 32, 64), (1, 2, 4), (2, 3, 4)):
         if warps * 16 <= keys * 2:
             for context in (165, 1024):
-                yield tiling_case(256, context, DecodeTiling(keys, warps, stages, 64), False)
-    for keys, warps, stages, chunk in itertools.product((32, 64), (2, 4), (2, 3), (64, 128)):
-        for batch, context in ((1, 165), (1, 1024), (1, 4096), (32, 1024)):
-            yield tiling_case(batch, context, DecodeTiling(keys, warps, stages, chunk), True)
+                yield tiling_case(256, context, DecodeTiling(keys, warps, stages, 64, 4), True)
+    for tiling in itertools.product((32, 64), (2, 4), (2, 3), (64, 128), (2, 4)):
+        for batch, context in ((1, 165), (1, 1024), (1, 4096), (32, 1024), (96, 800)):
+            yield tiling_case(batch, context, DecodeTiling(*tiling), False)
 
 
 def small_cases() -> Iterator[Case]:
@@ -155,7 +154,7 @@ def small_cases() -> Iterator[Case]:
 
     def decode_division(batch: int):
         lengths, cu = torch.full((batch,), 1000, device="cuda").int(), torch.arange(batch + 1, device="cuda").int()
-        return lambda: triton_metadata(lengths, cu, KV_HEADS, HEAD_DIM, torch.bfloat16, 0)
+        return lambda: triton_metadata(lengths, cu, KV_HEADS, HEAD_DIM, torch.bfloat16, 0, 1024)
 
     qkv_width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
     for tokens in (1, 32, 256, 4096):

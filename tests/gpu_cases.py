@@ -56,6 +56,7 @@ def metadata_of(inputs, static, backend):
         inputs["context_lens"], inputs["cu_seqlens_q"], num_tokens=tokens, num_heads=heads, num_kv_heads=kv_heads,
         head_dim=head_dim, block_size=block_size, max_blocks=inputs["block_tables"].shape[1],
         max_seqlen_q=static["max_seqlen_q"], dtype=inputs["q"].dtype, window=static["window"], backend=backend,
+        max_context=static.get("max_context", 0),
     )  # fmt: skip
 
 

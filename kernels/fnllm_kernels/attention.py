@@ -41,7 +41,8 @@ def paged_attention(
     before it; 0 means all. Rows of q past cu_seqlens_q[-1] give zeros; so does a sequence with context length 0.
     Table entries past a sequence's length may be anything. `max_seqlen_q` bounds the queries of a sequence;
     `max_context` (0: as many as the table holds) is a hint of the longest context to expect, which tunes how the work
-    is divided and never what is computed. `metadata` is what `attention_metadata` gave for the same arguments.
+    is divided and never what is computed. `metadata` is what `attention_metadata` gave for the same arguments, the
+    hint among them.
     With max_seqlen_q 1 and T = B, row b belongs to sequence b, and sequences without a query come last.
 
     Raises ValueError if shapes do not belong together or the backend is unknown.
@@ -94,7 +95,10 @@ def attention_metadata(
             context_lens, num_heads, num_kv_heads, head_dim, block_size, max_blocks, dtype, window
         )
     if backend == "triton" and max_seqlen_q == 1 and context_lens.is_cuda:
-        return attention_triton.triton_metadata(context_lens, cu_seqlens_q, num_kv_heads, head_dim, dtype, window)
+        longest = max_context or max_blocks * block_size
+        return attention_triton.triton_metadata(
+            context_lens, cu_seqlens_q, num_kv_heads, head_dim, dtype, window, longest
+        )
     return None
 
 

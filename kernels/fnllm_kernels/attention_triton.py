@@ -9,10 +9,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from .attention_triton_decode import NewHeads, decode_attention
-from .attention_triton_plan import MANY_PAIRS, decode_plan, decode_tiling, plan_size
+from .attention_triton_plan import decode_plan, decode_tiling, plan_size, runs_direct
 from .attention_triton_prefill import prefill_attention, prefill_tiling
 
-_DIRECT_CONTEXT = 4096  # the longest context for which one program per pair ends with the others
 _INVARIANT_ROWS = 64  # rows of the batch-invariant form's tile: for prefill at some rate, for decode at some waste
 
 
@@ -67,18 +66,19 @@ def decode_attention_triton(
 ) -> Float[Tensor, "T N D"]:
     """A decode step's attention; with `new`, q is the qkv projection in heads and the new keys and values are stored.
 
+    metadata: `triton_metadata` of the same max_context, or None: the table's width bounds the context where that is 0.
     pdl: launch dependently (None: where the device can). Raises ValueError as `paged_attention_triton` does.
     """
     q, block_tables = _ready(q, k_cache, v_cache, block_tables)
     (_, block_size, kv_heads, head_dim), batch = k_cache.shape, context_lens.shape[0]
     tiling = decode_tiling(q.dtype, head_dim, batch, kv_heads)
-    if runs_direct(batch, kv_heads, max_context or block_tables.shape[1] * block_size):
-        metadata = None
-    elif metadata is None:
-        metadata = decode_plan(context_lens, cu_seqlens_q, kv_heads, window, tiling)
+    direct = runs_direct(batch, kv_heads, max_context or block_tables.shape[1] * block_size)
+    if metadata is None:
+        metadata = decode_plan(context_lens, cu_seqlens_q, kv_heads, window, tiling, direct)
     return decode_attention(
-        q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, scale, window, metadata, tiling, new, pdl=pdl
-    )
+        q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, scale, window, metadata, tiling, direct, new,
+        pdl=pdl,
+    )  # fmt: skip
 
 
 def _ready(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,11 +95,6 @@ def _ready(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor) ->
     return q, block_tables if block_tables.stride(1) == 1 else block_tables.contiguous()
 
 
-def runs_direct(batch: int, num_kv_heads: int, max_context: int) -> bool:
-    """Whether decode gives each (sequence, KV head) one program, with no plan and no pieces to combine."""
-    return batch * num_kv_heads >= MANY_PAIRS and max_context <= _DIRECT_CONTEXT
-
-
 def triton_metadata(
     context_lens: Int[Tensor, " B"],
     cu_seqlens_q: Int[Tensor, " B_plus_1"],
@@ -107,23 +102,25 @@ def triton_metadata(
     head_dim: int,
     dtype: torch.dtype,
     window: int,
+    max_context: int,
 ) -> Int[Tensor, " size"]:
-    """The division of a decode step's work; attention looks at it where it divides the work."""
-    return _decode_plan_op(context_lens, cu_seqlens_q, num_kv_heads, head_dim, dtype, window)
+    """The order and division of a decode step's work over sequences of at most `max_context` keys."""
+    return _decode_plan_op(context_lens, cu_seqlens_q, num_kv_heads, head_dim, dtype, window, max_context)
 
 
 @torch.library.custom_op(
     "fnllm::decode_plan",
     mutates_args=(),
-    schema="(Tensor context_lens, Tensor cu_seqlens_q, int num_kv_heads, int head_dim, ScalarType dtype, int window) "
-    "-> Tensor",
+    schema="(Tensor context_lens, Tensor cu_seqlens_q, int num_kv_heads, int head_dim, ScalarType dtype, int window, "
+    "SymInt max_context) -> Tensor",
 )
-def _decode_plan_op(context_lens, cu_seqlens_q, num_kv_heads, head_dim, dtype, window):
-    tiling = decode_tiling(dtype, head_dim, context_lens.shape[0], num_kv_heads)
-    return decode_plan(context_lens, cu_seqlens_q, num_kv_heads, window, tiling)
+def _decode_plan_op(context_lens, cu_seqlens_q, num_kv_heads, head_dim, dtype, window, max_context):
+    batch = context_lens.shape[0]
+    tiling, direct = decode_tiling(dtype, head_dim, batch, num_kv_heads), runs_direct(batch, num_kv_heads, max_context)
+    return decode_plan(context_lens, cu_seqlens_q, num_kv_heads, window, tiling, direct)
 
 
 @_decode_plan_op.register_fake
-def _decode_plan_fake(context_lens, cu_seqlens_q, num_kv_heads, head_dim, dtype, window):
+def _decode_plan_fake(context_lens, cu_seqlens_q, num_kv_heads, head_dim, dtype, window, max_context):
     size = plan_size(context_lens.shape[0], num_kv_heads, context_lens.device)
     return context_lens.new_empty(size, dtype=torch.int32)

@@ -3,8 +3,9 @@
 Axes: T packed tokens, B sequences, N query heads, K KV heads, G = N / K, D head dim, P cache blocks, S block size,
 M blocks per sequence.
 
-Work is divided into items, each a piece of one sequence (see attention_triton_plan.py). A sequence of one item has its
-result written at once; of several, the last to end combines the pieces, so no second kernel runs.
+Work is divided into items, each a piece of one sequence, the longest sequences' items first (see
+attention_triton_plan.py). A sequence of one item has its result written at once; of several, the last to end combines
+the pieces, so no second kernel runs.
 
 The kernel may start from the qkv projection instead of from queries: then each item norms and rotates its queries
 itself, and the item of the newest keys also makes the new key and value, stores them, and attends to them from its
@@ -51,13 +52,14 @@ def decode_attention(
     context_lens: Int[Tensor, " B"],
     scale: float,
     window: int,
-    plan: Int[Tensor, " size"] | None,
+    plan: Int[Tensor, " size"],
     tiling: DecodeTiling,
+    direct: bool,
     new: NewHeads | None = None,
     *,
     pdl: bool | None = None,
 ) -> Float[Tensor, "T N D"]:
-    """Attention of at most one query per sequence; without a plan each sequence is one item.
+    """Attention of at most one query per sequence, in the order of a `decode_plan` of the same tiling and `direct`.
 
     q holds the N query heads; with `new` it holds the projection's N + 2 K heads, and the caches are written. pdl:
     launch dependently (None: where the device can).
@@ -66,15 +68,12 @@ def decode_attention(
     heads -= 0 if new is None else 2 * kv_heads
     batch, group = context_lens.shape[0], heads // kv_heads
     out = q.new_empty(tokens, heads, head_dim)
-    items = batch if plan is None else max_items(batch, kv_heads, q.device)
+    items = batch if direct else max_items(batch, kv_heads, q.device, tiling.programs)
     group_rows = triton.next_power_of_2(group)
-    if plan is None:
-        partial = stats = plan = out  # placeholders: the kernel without a plan does not touch them
-        scheduled = False
-    else:
+    partial = stats = out  # placeholders: the direct form does not touch them
+    if not direct:
         partial = torch.empty(items, kv_heads, group_rows, head_dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(items, kv_heads, group_rows, dtype=torch.float32, device=q.device)
-        scheduled = True
     width = max(16, triton.next_power_of_2(head_dim))
     if max(tokens, items):
         q_norm, k_norm, eps, cos, sin, slots = new or (None, None, 0.0, None, None, None)
@@ -83,7 +82,7 @@ def decode_attention(
             q_norm, k_norm, cos, sin, slots,
             tokens, batch, items, scale * math.log2(math.e), window, eps,
             q.stride(0), block_tables.stride(0), k_cache.stride(0), k_cache.stride(1),
-            K=kv_heads, G=group, D=head_dim, S=block_size, SCHEDULED=scheduled, WINDOW=window > 0, HEADER=HEADER,
+            K=kv_heads, G=group, D=head_dim, S=block_size, DIVIDED=not direct, WINDOW=window > 0, HEADER=HEADER,
             BLOCK_G=max(16, group_rows), GROUP=group_rows, BLOCK_N=tiling.keys, BLOCK_D=width,
             BLOCK_J=max(1, min(16, 4096 // (group_rows * width))), STAGES=tiling.stages, NEW=new is not None,
             num_warps=tiling.warps, **launch_options(q.device, pdl),
@@ -97,7 +96,7 @@ if triton is not None:
     def _decode_kernel(
         q, k_cache, v_cache, tables, cu, lens, out, partial, stats, plan, q_norm, k_norm, cos, sin, slots,
         tokens, batch, items, scale_log2, window, eps, q_row, table_row, cache_block, cache_row,
-        K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, SCHEDULED: tl.constexpr,
+        K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, DIVIDED: tl.constexpr,
         WINDOW: tl.constexpr, HEADER: tl.constexpr, BLOCK_G: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
         BLOCK_D: tl.constexpr, BLOCK_J: tl.constexpr, STAGES: tl.constexpr, NEW: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
@@ -114,10 +113,7 @@ if triton is not None:
         if (item < tokens) & (item >= tl.load(cu + batch)):
             zeros = tl.zeros((BLOCK_G, BLOCK_D), out.dtype.element_ty)
             tl.store(out_row + item.to(tl.int64) * (K * G * D), zeros, mask=in_row)
-        if SCHEDULED:
-            b = tl.load(plan + HEADER + item, mask=item < items, other=-1)
-        else:
-            b = tl.where(item < items, item, -1)
+        b = tl.load(plan + HEADER + item, mask=item < items, other=-1)
         if b >= 0:
             token = tl.load(cu + b).to(tl.int64)
             length = tl.load(lens + b)
@@ -128,7 +124,7 @@ if triton is not None:
                     first_key = tl.maximum(length - window, 0)
                     begin = first_key // BLOCK_N * BLOCK_N
                 low, high, pieces, first_item = begin, length, 1, 0
-                if SCHEDULED:
+                if DIVIDED:
                     chunk = tl.load(plan)
                     first_item = tl.load(plan + HEADER + items + b)
                     pieces = tl.cdiv(length - begin, chunk)
@@ -200,7 +196,7 @@ if triton is not None:
                 out_row += token * (K * G * D)
                 if pieces <= 1:
                     tl.store(out_row, acc.to(out.dtype.element_ty), mask=in_row)
-                elif SCHEDULED:
+                elif DIVIDED:
                     piece = (item * K + head) * GROUP
                     tl.store(partial + (piece + g) * D + d, acc, mask=in_row)
                     rows = tl.arange(0, BLOCK_G)

@@ -138,8 +138,10 @@ if triton is not None:
     ):  # fmt: skip
         """Online softmax over the keys begin..end-1; begin is a multiple of BLOCK_N, and so is end unless MASKED.
 
-        `top` is in units of the plain products. Scaling and subtracting round once, by an explicit fma: which tiles are
-        masked depends on how a prompt was cut into chunks, and the compiler would contract the two only without a mask.
+        `top` is in units of the plain products. How a prompt was cut into chunks decides which tiles are masked, and
+        whether a row sees one in which all its keys are masked: neither may change a bit. So the weights' scaling and
+        subtraction round once, by an explicit fma (the compiler would contract the two only without a mask), and
+        `shrink` subtracts before it scales, which gives exactly 1 where the top stays.
         """
         d = tl.arange(0, BLOCK_D)[None, :]
         page = pages(table, begin, end, S, BLOCK_N)
@@ -166,9 +168,9 @@ if triton is not None:
             base = new_top
             if MASKED:  # a row that has seen no key yet has top -inf, and -inf - -inf is NaN
                 base = tl.where(new_top == -float("inf"), 0.0, new_top)
-            base = -base * scale_log2
-            weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, scale_log2, tl.float32), base[:, None]))
-            shrink = tl.exp2(tl.fma(top, tl.full(top.shape, scale_log2, tl.float32), base))
+            shift = (-base * scale_log2)[:, None]
+            weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, scale_log2, tl.float32), shift))
+            shrink = tl.exp2((top - base) * scale_log2)
             total = tl.fma(total, shrink, tl.sum(weights, 1))
             acc = acc * shrink[:, None]
             acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="tf32x3")

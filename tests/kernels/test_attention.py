@@ -6,6 +6,7 @@ import torch
 
 from fnllm_kernels import attention_reference
 from fnllm_kernels.attention import attention_metadata, default_backend, paged_attention
+from fnllm_kernels.attention_triton_plan import HEADER, decode_tiling, max_items, plan_size, runs_direct
 
 ALL = cases.DECODE | cases.PREFILL
 
@@ -129,6 +130,33 @@ def test_cpu_needs_no_metadata_and_runs_the_reference():
     assert made is None
 
 
+def test_decode_tiling_by_pairs_of_a_sequence_and_a_head():
+    for head_dim, wide, narrow in ((128, 64, 32), (256, 32, 16)):
+        for batch, tiling in {
+            1: (narrow, 2, 3, 128, 4),
+            63: (narrow, 2, 3, 128, 4),
+            64: (wide, 4, 3, 128, 2),
+            127: (wide, 4, 3, 128, 2),
+            128: (narrow, 1, 3, 128, 4),
+        }.items():
+            assert decode_tiling(torch.bfloat16, head_dim, batch, 8) == tiling
+    assert decode_tiling(torch.float32, 64, 127, 8) == (64, 4, 2, 64, 4)
+    assert decode_tiling(torch.float32, 64, 128, 8) == (32, 4, 3, 64, 4)
+
+
+def test_many_sequences_of_short_contexts_run_direct():
+    assert runs_direct(128, 8, 4096)
+    assert not runs_direct(127, 8, 100) and not runs_direct(128, 8, 4097)
+
+
+@pytest.mark.parametrize("batch", [1, 63, 64, 127, 128, 300])
+def test_a_plan_has_room_for_the_items_of_every_tiling(batch):
+    """Its size names no tiling: nothing that a traced step does may depend on where the batch lies among them."""
+    for dtype in (torch.float32, torch.bfloat16):
+        items = max_items(batch, 8, torch.device("cpu"), decode_tiling(dtype, 128, batch, 8).programs)
+        assert plan_size(batch, 8, torch.device("cpu")) >= HEADER + items + batch + batch * 8
+
+
 @pytest.mark.compiled
 def test_flash_and_plan_ops_trace_with_fake_sizes():
     """What a GPU step traces, on fake CUDA tensors: no device, no flash-attn, no triton launch."""
@@ -140,5 +168,5 @@ def test_flash_and_plan_ops_trace_with_fake_sizes():
         assert made.shape == (1 + 8 * 4,) and made.dtype == torch.int32
         windowed = torch.ops.fnllm.fa3_metadata(lengths, 16, 8, 128, 64, 10, torch.bfloat16, 100)
         assert windowed.shape == (1 + 8 * 3,)
-        plan = torch.ops.fnllm.decode_plan(lengths, torch.empty(6, dtype=torch.int32), 4, 16, torch.float32, 0)
+        plan = torch.ops.fnllm.decode_plan(lengths, torch.empty(6, dtype=torch.int32), 4, 16, torch.float32, 0, 300)
         assert plan.shape == (4 + (5 + 8) + 5 + 5 * 4,)

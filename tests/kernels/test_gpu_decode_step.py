@@ -3,7 +3,7 @@
 import kernel_cases as cases
 import pytest
 import torch
-from gpu_cases import BOUND, REAL, metadata_of, new_inputs
+from gpu_cases import BOUND, REAL, fast_inputs, metadata_of, new_inputs
 
 from fnllm_kernels.attention import paged_attention
 from fnllm_kernels.dependent_launch import dependent_launch
@@ -48,7 +48,7 @@ def plan_of(arguments):
 @pytest.mark.parametrize("direct", [True, False])
 def test_qk_norm_rope_attention(name, norm, dtype, direct, monkeypatch):
     if direct:
-        monkeypatch.setattr("fnllm_kernels.attention_triton.MANY_PAIRS", 1)
+        monkeypatch.setattr("fnllm_kernels.attention_triton_plan.MANY_PAIRS", 1)
     options = {"norm": norm, "dtype": dtype, "device": "cuda", "seed": 6, "poison": float("nan")}
     arguments = cases.decode_step_case(cases.DECODE_NEW[name], **options)
     want, want_k, want_v = cases.exact_decode_step(arguments)
@@ -107,6 +107,36 @@ def test_dependent_launch_changes_no_bit():
     for _ in range(100):
         graph.replay()
         assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_captured_plan_orders_the_lengths_of_each_replay(direct):
+    """Tables wider than any length, so that only the hint says whether sequences may be divided."""
+    case = MANY["256 rows"]
+    case = case._replace(sequences=case.sequences if direct else case.sequences[:100])
+    inputs, static = fast_inputs(case, torch.bfloat16, 10, float("nan")), cases.static_arguments(case)
+    torch.use_deterministic_algorithms(False)  # its fills would stand between the kernels
+    tables = torch.full((len(case.sequences), 40), -1, dtype=torch.int32, device="cuda")
+    tables[:, : inputs["block_tables"].shape[1]] = inputs["block_tables"]
+    inputs["block_tables"], static["max_context"] = tables, 900
+    changing = [inputs[name] for name in ("block_tables", "context_lens")]
+
+    def step():
+        return paged_attention(**inputs, **static, backend="triton", metadata=metadata_of(inputs, static, "triton"))
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for _ in range(3):
+        for x in changing:
+            x.copy_(x.roll(37, 0))
+        want = paged_attention(**inputs, **static, backend="reference")
+        for _ in range(2):
+            graph.replay()
+            assert cases.relative_error(out, want.double().cpu()) < BOUND[torch.bfloat16]
 
 
 def test_compiled_decode_step_from_the_projection():

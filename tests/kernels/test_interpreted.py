@@ -5,6 +5,7 @@ TRITON_INTERPRET=1 this file is one test, which starts pytest on this file with 
 """
 
 import kernel_cases as cases
+import numpy as np
 import pytest
 import torch
 from interpreted import INTERPRETING, interpreted_tests
@@ -59,26 +60,97 @@ else:
         out = attention_triton.paged_attention_triton(**inputs, **static)
         assert cases.relative_error(out, cases.exact_attention(inputs, **static)) < 1e-3
 
-    def test_decode_splits_long_sequences_and_leaves_counters_at_zero():
-        case = ALL["decode-split"]
-        inputs, static = inputs_of(case), cases.static_arguments(case)
+    UNSORTED = cases.AttentionCase(
+        4,
+        2,
+        16,
+        32,
+        ((1, 5), (1, 150), (1, 33), (1, 300), (1, 1), (1, 300), (1, 97), (1, 33), (1, 150), (0, 0)),
+        padding=2,
+    )
+
+    def planned(inputs, kv_heads, window, tiling, direct):
+        """A plan's chunk, its items' sequences, and of each sequence the first item and the counters."""
         lengths, cu = inputs["context_lens"], inputs["cu_seqlens_q"]
-        tiling = attention_triton_plan.decode_tiling(torch.float32, case.head_dim, 3, case.kv_heads)
-        plan = attention_triton_plan.decode_plan(lengths, cu, case.kv_heads, 0, tiling)
-        items = attention_triton_plan.max_items(3, case.kv_heads, lengths.device)
-        chunk = int(plan[0])
-        owners = plan[4 : 4 + items].tolist()
-        pieces = [-(-length // chunk) for length in lengths.tolist()]
-        assert pieces[0] > 1
-        assert owners == sum(([b] * n for b, n in enumerate(pieces)), []) + [-1] * (items - sum(pieces))
-        assert plan[4 + items : 4 + items + 3].tolist() == [0, pieces[0], pieces[0] + pieces[1]]
+        plan, batch = attention_triton_plan.decode_plan(lengths, cu, kv_heads, window, tiling, direct), len(lengths)
+        items = attention_triton_plan.max_items(batch, kv_heads, lengths.device, tiling.programs)
+        sizes = [4, batch] if direct else [4, items, batch, batch * kv_heads]
+        fields = plan[: sum(sizes)].split(sizes)
+        return int(fields[0][0]), *(field.numpy() for field in fields[1:])
+
+    @pytest.mark.parametrize("programs", [2, 4])
+    @pytest.mark.parametrize("window", [0, 130])
+    @pytest.mark.parametrize("direct", [True, False])
+    def test_items_of_the_longest_sequences_come_first(direct, window, programs):
+        inputs = inputs_of(UNSORTED)
+        lengths, queries = inputs["context_lens"].numpy(), inputs["cu_seqlens_q"].diff().numpy()
+        tiling = attention_triton_plan.DecodeTiling(16, 4, 2, 48, programs)
+        chunk, items, *rest = planned(inputs, UNSORTED.kv_heads, window, tiling, direct)
+        keys = lengths - (np.maximum(lengths - window, 0) // 16 * 16 if window else 0)
+        order = np.argsort(-keys, kind="stable")
+        order = order[queries[order] > 0]
+        pieces = np.ones_like(order) if direct else -(-keys[order] // chunk)
+        assert items.tolist() == np.repeat(order, pieces).tolist() + [-1] * (len(items) - pieces.sum())
+        if not direct:
+            assert chunk % 16 == 0 and chunk >= 48 and pieces.max() > 1
+            first, counters = rest
+            assert first[order].tolist() == (pieces.cumsum() - pieces).tolist()
+            assert (counters == 0).all()
+
+    def test_plan_of_more_sequences_than_one_program_places():
+        queries = torch.arange(301) < 290
+        generator = torch.Generator().manual_seed(4)
+        lengths = torch.randint(1, 40, (301,), generator=generator, dtype=torch.int32) * queries
+        inputs = {"context_lens": lengths.int(), "cu_seqlens_q": torch.cat((torch.zeros(1), queries.cumsum(0))).int()}
+        tiling = attention_triton_plan.DecodeTiling(16, 4, 2, 64, 4)
+        _, items, first, counters = planned(inputs, 2, 0, tiling, False)
+        order = np.argsort(-lengths[:290].numpy(), kind="stable")
+        assert items.tolist() == order.tolist() + [-1] * (len(items) - 290)
+        assert first[order].tolist() == list(range(290))
+        assert (counters == 0).all()
+
+    def test_decode_splits_long_sequences_and_leaves_counters_at_zero():
+        inputs, static = inputs_of(UNSORTED), cases.static_arguments(UNSORTED)
+        heads, lengths, cu = UNSORTED.kv_heads, inputs["context_lens"], inputs["cu_seqlens_q"]
+        plan = torch.ops.fnllm.decode_plan(lengths, cu, heads, UNSORTED.head_dim, torch.float32, 0, 300)
+        items = attention_triton_plan.max_items(len(lengths), heads, lengths.device, 4)
+        assert (plan[4 : 4 + items] == 3).sum() > 1
         for _ in range(2):  # the plan serves every layer of a step
             out = attention_triton.paged_attention_triton(**inputs, **static, metadata=plan)
             assert cases.relative_error(out, cases.exact_attention(inputs, **static)) < 2e-6
-            assert plan[4 + items + 3 :].tolist() == [0] * (3 * case.kv_heads)
+            assert (plan[4 + items + len(lengths) :] == 0).all()
 
-    def test_decode_without_a_plan(monkeypatch):
-        monkeypatch.setattr(attention_triton, "MANY_PAIRS", 1)
+    @pytest.mark.parametrize("direct", [True, False])
+    def test_the_same_step_serves_other_lengths(direct, monkeypatch):
+        """As a captured graph does: the plan's op and attention run again on tensors that have changed in place."""
+        if direct:
+            monkeypatch.setattr(attention_triton_plan, "MANY_PAIRS", 1)
+        inputs, static = inputs_of(UNSORTED), cases.static_arguments(UNSORTED)
+        lengths, tables, cu = inputs["context_lens"], inputs["block_tables"], inputs["cu_seqlens_q"]
+        plans = []
+        for _ in range(2):
+            shape = UNSORTED.kv_heads, UNSORTED.head_dim
+            plans.append(torch.ops.fnllm.decode_plan(lengths, cu, *shape, torch.float32, 0, 300))
+            out = attention_triton.paged_attention_triton(**inputs, **static, metadata=plans[-1], max_context=300)
+            assert cases.relative_error(out, cases.exact_attention(inputs, **static)) < 2e-6
+            assert (out[cu[-1] :] == 0).all()
+            lengths[:9], tables[:9] = lengths[:9].roll(2), tables[:9].roll(2, 0)
+        assert plans[0].shape == plans[1].shape
+        assert not torch.equal(plans[0], plans[1])
+
+    @pytest.mark.parametrize("window", [0, 130])
+    @pytest.mark.parametrize("direct", [True, False])
+    def test_decode_of_unsorted_lengths(direct, window, monkeypatch):
+        if direct:
+            monkeypatch.setattr(attention_triton_plan, "MANY_PAIRS", 1)
+        case = UNSORTED._replace(window=window)
+        inputs, static = inputs_of(case), cases.static_arguments(case)
+        out = attention_triton.paged_attention_triton(**inputs, **static)
+        assert cases.relative_error(out, cases.exact_attention(inputs, **static)) < 2e-6
+        assert (out[inputs["cu_seqlens_q"][-1] :] == 0).all()
+
+    def test_decode_without_division(monkeypatch):
+        monkeypatch.setattr(attention_triton_plan, "MANY_PAIRS", 1)
         inputs, static = inputs_of(ALL["decode-padded"]), cases.static_arguments(ALL["decode-padded"])
         out = attention_triton.paged_attention_triton(**inputs, **static)
         assert cases.relative_error(out, cases.exact_attention(inputs, **static)) < 2e-6
@@ -105,8 +177,8 @@ else:
         decode_step(name, norm=False, dtype=torch.float16, bound=2e-3)
 
     @pytest.mark.parametrize("name", ["decode-padded", "decode-window", "decode-group-of-16"])
-    def test_decode_from_the_projection_without_a_plan(name, monkeypatch):
-        monkeypatch.setattr(attention_triton, "MANY_PAIRS", 1)
+    def test_decode_from_the_projection_without_division(name, monkeypatch):
+        monkeypatch.setattr(attention_triton_plan, "MANY_PAIRS", 1)
         decode_step(name)
 
     def test_decode_from_the_projection_without_a_slot_touches_nothing():
@@ -122,6 +194,31 @@ else:
         inputs, static = inputs_of(ALL[name]), cases.static_arguments(ALL[name])
         out = attention_triton.paged_attention_triton(**inputs, **static, invariant=True)
         assert cases.relative_error(out, cases.exact_attention(inputs, **static)) < 2e-6
+
+    def test_invariant_form_gives_the_same_bits_in_any_chunk(monkeypatch):
+        """A later chunk's tiles hold keys that its earlier rows may not see; all of them masked, they change no bit."""
+
+        def once_rounded(exact, like):
+            return interpreter.TensorHandle(exact.astype(like.data.dtype), like.dtype.scalar)
+
+        def fma(self, x, y, z):  # as in hardware; the interpreter's own rounds the product too
+            return once_rounded(x.data.astype(float) * y.data + z.data, z)
+
+        def dot(self, a, b, d, *precision):  # BLAS sums by a row's place in the tile, which no rounding then shows
+            return once_rounded(a.data.astype(float) @ b.data + d.data, d)
+
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+        case = cases.AttentionCase(4, 2, 16, 8, ((70, 70),))
+        inputs, static = inputs_of(case), cases.static_arguments(case) | {"scale": 0.1303}
+        whole = attention_triton.paged_attention_triton(**inputs, **static, invariant=True)
+        for first in range(0, 70, 7):
+            part = {"q": inputs["q"][first : first + 7], "cu_seqlens_q": torch.tensor([0, 7], dtype=torch.int32)}
+            part["context_lens"] = torch.tensor([first + 7], dtype=torch.int32)
+            out = attention_triton.paged_attention_triton(
+                **inputs | part, **static | {"max_seqlen_q": 7}, invariant=True
+            )
+            assert torch.equal(out, whole[first : first + 7])
 
     def test_attention_refuses_what_the_kernels_cannot_take():
         inputs, static = inputs_of(ALL["decode"]), cases.static_arguments(ALL["decode"])
