@@ -37,8 +37,8 @@ class DecodeTiling(NamedTuple):
 
 
 def decode_tiling(dtype: torch.dtype, head_dim: int, batch: int, num_kv_heads: int) -> DecodeTiling:
-    """The tiling for a problem; pure, static: the best of a sweep on an H200 over 2 to 120 sequences of 100 to 1600
-    keys (benchmarks/results/decode_tilings.json).
+    """The tiling for a problem; pure, static: the best of sweeps on an H200 over 2 to 120 sequences of 100 to 1600
+    keys, and over the lengths of a mixed load in their order (benchmarks/results/decode_tilings.json).
 
     A tile's keys and values fill shared memory `stages` deep: narrow heads take more keys, wide ones fewer.
     """
