@@ -126,7 +126,7 @@ def wanted(capture: Capture, prompt_length: int, start: int, stop: int) -> Int[n
 
 def needs_whole_prompt(capture: Capture, prompt_length: int) -> bool:
     """Whether a token is captured that a prefix hit would skip: any of the prompt but the last, which always runs."""
-    return len(wanted(capture, prompt_length, 0, prompt_length - 1)) > 0
+    return bool(capture.sites) and len(wanted(capture, prompt_length, 0, prompt_length - 1)) > 0
 
 
 def captured_rows(

@@ -78,6 +78,7 @@ class Engine:
         self.params, self.machine, self.variant = params, machine, variant
         self.edits, self.capture = edits, capture  # of a request that does not choose
         self.own_report = report
+        self.plain_key = scheduler.make_cache_key(layers=variant.layers, edits=(), tag=None)
 
     @property
     def report(self) -> Report:
@@ -153,6 +154,9 @@ class Engine:
             raise ValueError(
                 f"this engine was not built to capture {sorted(missing)}; name them in engine(capture=...)"
             )
+        key = self.plain_key  # what nearly all requests have
+        if edits or cache_tag is not None:
+            key = scheduler.make_cache_key(layers=self.variant.layers, edits=edit_key(edits), tag=cache_tag)
         stops = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stops |= frozenset(config.eos_token_ids)
@@ -161,7 +165,7 @@ class Engine:
             max_tokens=sampling.max_tokens,
             min_tokens=sampling.min_tokens,
             stop_token_ids=stops,
-            cache_key=scheduler.make_cache_key(layers=self.variant.layers, edits=edit_key(edits), tag=cache_tag),
+            cache_key=key,
             # What is captured must be computed, not found.
             use_cache=not needs_whole_prompt(capture, len(prompt)),
             payload=Job(

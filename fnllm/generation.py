@@ -19,8 +19,9 @@ from fnllm.parameters import check_model
 from fnllm.progress import Meter, is_terminal
 from fnllm.prompts import normalise, pair_sampling
 from fnllm.sampling import Sampling, check_sampling, check_seed, from_defaults
+from fnllm.scheduler import Request, check_prompt_length
 from fnllm.scoring import prompt_logprobs
-from fnllm.state import State, abort, add
+from fnllm.state import State, abort, add_all
 from fnllm.tracks import Track, absorb, start, track
 from fnllm_weights import Params
 
@@ -149,25 +150,28 @@ def hand_in(
     """
     params, machine = worker.params, worker.machine
     state = replace(machine.idle, variant=worker.variant) if machine.idle else worker.init()
-    tracks: dict[int, Track] = {}
+    now = time.perf_counter()
+    requests: list[Request] = []
+    tracks: list[Track] = []
     refused: list[Chunk] = []
     for index, (ids, sampling, edits, capture) in enumerate(wishes):
         try:
             if isinstance(ids, Exception):
                 raise ids
             check_sampling(sampling, vocab_size=params.config.vocab_size, has_tokenizer=params.tokenizer is not None)
+            try:
+                check_prompt_length(state.scheduler.config, len(ids))
+            except ValueError as error:
+                raise ValueError(f"prompts[{index}]: {error}") from None
             for sample in range(sampling.n):
-                request = worker.request_of(ids, sampling, seed + index, sample, edits=edits, capture=capture)
-                try:
-                    state, seq_id = add(state, request)
-                except ValueError as error:  # too long to run
-                    raise ValueError(f"prompts[{index}]: {error}") from None
-                tracks[seq_id] = track(params, index, sample, ids, sampling, live, time.perf_counter(), capture)
+                requests.append(worker.request_of(ids, sampling, seed + index, sample, edits=edits, capture=capture))
+                tracks.append(track(params, index, sample, ids, sampling, live, now, capture))
         except (TypeError, ValueError) as error:
             if errors == "raise":
                 raise
             refused.append(Chunk(index=index, completion=failed(error)))
-    return state, tracks, refused
+    state, seq_ids = add_all(state, requests)
+    return state, dict(zip(seq_ids, tracks, strict=True)), refused
 
 
 def bytes_captured(worker: Engine, one: Track) -> int:

@@ -1,13 +1,11 @@
 """Prompts in every form a caller may give, to token ids, each checked before anything runs."""
 
 import operator
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from fnllm.sampling import Sampling
+from fnllm.scheduler import token_ids
 from fnllm_weights.tokenizer import Tokenizer, check_text
 
 FORMS = "text, a list of token ids, or a chat (a list of {'role': ..., 'content': ...})"
@@ -128,17 +126,15 @@ def _checked_ids(ids: Sequence[Any], vocab_size: int) -> tuple[int, ...]:
     if not len(ids):
         raise ValueError("is empty: there is nothing to continue; give at least one token")
     # The usual case, plain ints in range, is decided without a Python step per token.
-    if list(map(type, ids)).count(int) < len(ids):
-        ids = [_one_id(position, id) for position, id in enumerate(ids)]
-    try:
-        inside = np.frombuffer(struct.pack(f"={len(ids)}I", *ids), np.uint32).max() < vocab_size
-    except struct.error:  # one is negative, or beyond 32 bits
-        inside = False
-    if not inside:
-        position, id = next((p, i) for p, i in enumerate(ids) if not 0 <= i < vocab_size)
+    plain = tuple(ids)
+    if list(map(type, plain)).count(int) < len(plain):
+        plain = tuple(_one_id(position, id) for position, id in enumerate(plain))
+    checked = token_ids(plain, vocab_size)
+    if checked is None:
+        position, id = next((p, i) for p, i in enumerate(plain) if not 0 <= i < vocab_size)
         raise ValueError(f"token id {id} at position {position} is outside the vocabulary: ids are 0 to "
                          f"{vocab_size - 1}")
-    return tuple(ids)
+    return checked
 
 
 def _one_id(position: int, id: Any) -> int:

@@ -75,6 +75,12 @@ def describe_prompt_limit(config: SchedulerConfig) -> str:
     return f"at most {prompt_limit(config)} tokens (the least of {', '.join(terms)})"
 
 
+def check_prompt_length(config: SchedulerConfig, length: int) -> None:
+    """Raise ValueError for a prompt of so many tokens that it can never be computed."""
+    if length > prompt_limit(config):
+        raise ValueError(f"prompt has {length} tokens and can never run: {describe_prompt_limit(config)}")
+
+
 def max_running(config: SchedulerConfig) -> int:
     """Most sequences that run at once, such that every one of them can get a token in each step."""
     return min(config.max_num_seqs, config.max_num_batched_tokens)

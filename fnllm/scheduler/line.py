@@ -36,15 +36,12 @@ def push_back(line: Line, items: Sequence[int]) -> Line:
     """
     if not items:
         return line
-    links, first, last = line.links.mutate(), line.first, line.last
-    for item in items:
-        links[item] = (last, END)
-        if last == END:
-            first = item
-        else:
-            links[last] = (links[last][0], item)
-        last = item
-    return Line(links.finish(), first, last)
+    links, last = line.links.mutate(), line.last
+    if last != END:
+        links[last] = (links[last][0], items[0])
+    for before, item, after in zip((last, *items), items, (*items[1:], END), strict=False):
+        links[item] = (before, after)
+    return Line(links.finish(), items[0] if last == END else line.first, items[-1])
 
 
 def push_front(line: Line, items: Sequence[int]) -> Line:

@@ -40,8 +40,10 @@ class Request:
             if value < 0:
                 raise ValueError(f"{name}={value} must be at least 0")
         object.__setattr__(self, "packed", pack_tokens(self.prompt, "prompt"))
-        pack_tokens(self.stop_token_ids, "stop_token_ids")
-        object.__setattr__(self, "prompt", tuple(self.prompt))
+        if self.stop_token_ids:
+            pack_tokens(self.stop_token_ids, "stop_token_ids")
+        if not isinstance(self.prompt, tuple):
+            object.__setattr__(self, "prompt", tuple(self.prompt))
         object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
         hash(self.cache_key)
 
@@ -105,7 +107,7 @@ def cut_tokens(packed: bytes, block_size: int) -> tuple[tuple[bytes, ...], bytes
     """
     width = 4 * block_size
     full = len(packed) // width * width
-    return tuple(packed[start : start + width] for start in range(0, full, width)), packed[full:]
+    return tuple([packed[start : start + width] for start in range(0, full, width)]), packed[full:]
 
 
 def slice_tokens(sequence: Sequence, start: int, stop: int, block_size: int) -> bytes:

@@ -8,6 +8,7 @@ from unit.scheduler.simulator import Engine
 
 from fnllm import scheduler
 from fnllm.scheduler import Request, SchedulerConfig
+from fnllm.scheduler.line import iterate
 from fnllm.scheduler.request import root
 
 
@@ -27,6 +28,34 @@ def test_decode_comes_first_and_prompts_share_the_rest():
     engine.commit()
     plan = engine.schedule()
     assert plan.num_decode == 2 and plan.query_lens.tolist() == [1, 1, 6] and plan.samples.all() and not plan.joins
+
+
+def test_adding_many_is_adding_each():
+    requests = [Request((n % 3, 1, 2, 3, n), n) for n in range(9)]
+    config = SchedulerConfig(100, 2, 8, 64, 256)
+    start, first = scheduler.add(scheduler.init(config), Request((1, 2), 3))
+    one, ids = start, []
+    for request in requests:
+        one, seq_id = scheduler.add(one, request)
+        ids.append(seq_id)
+    together, seq_ids = scheduler.add_all(start, requests)
+    assert seq_ids == ids == list(range(first + 1, first + 10))
+    assert dict(together.sequences.items()) == dict(one.sequences.items())
+    for state in (one, together):
+        assert list(iterate(state.waiting)) == [first, *ids] and state.next_id == ids[-1] + 1
+        scheduler.check(state)
+    assert scheduler.add_all(start, [])[1] == []
+    with pytest.raises(ValueError, match="257 tokens"):
+        scheduler.add_all(start, [requests[0], Request((1,) * 257, 1)])
+    assert len(start.sequences) == 1
+
+
+def test_ids_are_packed_once():
+    ids = scheduler.token_ids((3, 0, 2**31 - 1), 2**31)
+    assert ids == (3, 0, 2**31 - 1) and Request(ids, 1).packed is ids.packed
+    assert ids.packed == np.array(ids, np.int32).tobytes() == Request((3, 0, 2**31 - 1), 1).packed
+    for wrong in (3, 4, -1, 2**40, 1.0, "1"):
+        assert scheduler.token_ids((0, wrong, 2), 3) is None
 
 
 def test_a_chunk_is_bounded():
