@@ -1,7 +1,8 @@
 """The sizes that steps are padded to (pure): few, so that each is compiled and captured once.
 
 On a CPU nothing is padded. On a GPU a decode step has a bucket for its number of entries. A step with prefill has one
-for its tokens if it is small or as large as a step may be; those in between run without a graph.
+for its tokens, and a smaller number of entries if it holds few sequences. Large steps run without a graph, but for
+those as large as a step may be: the work on padding would take longer than the host does to start the kernels.
 """
 
 import functools
@@ -13,8 +14,10 @@ import numpy as np
 from fnllm.options import Settings
 from fnllm.scheduler import Plan
 
-CAPTURED_PREFILL = (64, 128, 256, 512, 1024, 2048)  # small steps are replayed as graphs of so many tokens
-CAPTURED_ENTRIES = 8  # ... when they hold at most so many sequences
+CAPTURED_PREFILL = (64, 128, 256, 512, 1024, 2048)  # steps of at most ...
+CAPTURED_ENTRIES = 8  # ... so many sequences are replayed as graphs of so many tokens
+CAPTURED_MIXED = (256, 512, 1024, 2048, 4096)  # others as graphs of so many, where that is below the largest step,
+MOST_PADDING = 1024  # ... and no more is padding: 20 ms of work at 8B, where the host needs 53 without a graph
 SHORT_CONTEXT = 4096  # decode steps of only shorter sequences have graphs of their own: attention divides differently
 
 
@@ -76,10 +79,7 @@ def padded(plan: Plan, settings: Settings, on_gpu: bool) -> tuple[HostInputs, bo
     if decode:
         capture, size, length = True, round_up(entries, ladder(settings.max_num_seqs)), 0
     else:
-        few = tokens <= CAPTURED_PREFILL[-1] and entries <= CAPTURED_ENTRIES
-        capture = few or tokens == settings.max_num_batched_tokens
-        size = CAPTURED_ENTRIES if few else settings.max_num_seqs + 1
-        length = round_up(tokens, CAPTURED_PREFILL) if few else up_to_64(tokens)
+        size, length, capture = prefill_size(entries, tokens, settings)
     if not on_gpu:
         size, length = entries, tokens
     row = np.full(size, settings.max_num_seqs, np.int64)
@@ -98,6 +98,22 @@ def padded(plan: Plan, settings: Settings, on_gpu: bool) -> tuple[HostInputs, bo
     entry = np.full(length, size, np.int64)
     entry[:tokens] = np.repeat(np.arange(entries), plan.query_lens)
     return HostInputs(row, accept, cu_seqlens, token_ids, entry), capture
+
+
+def prefill_size(entries: int, tokens: int, settings: Settings) -> tuple[int, int, bool]:
+    """The entries and tokens that a step with prefill is padded to, and whether it is replayed as a graph."""
+    if entries <= CAPTURED_ENTRIES and tokens <= CAPTURED_PREFILL[-1]:
+        return CAPTURED_ENTRIES, round_up(tokens, CAPTURED_PREFILL), True
+    alone, size = up_to_64(tokens), round_up(tokens, mixed_sizes(settings))
+    capture = size == alone or (size <= CAPTURED_MIXED[-1] and size - tokens <= MOST_PADDING)
+    return settings.max_num_seqs + 1, size if capture else alone, capture
+
+
+def mixed_sizes(settings: Settings) -> tuple[int, ...]:
+    """The tokens of captured steps with more sequences, or more tokens, than `CAPTURED_PREFILL` is for."""
+    above = CAPTURED_PREFILL[-1] if settings.max_num_seqs <= CAPTURED_ENTRIES else 0
+    largest = up_to_64(settings.max_num_batched_tokens)
+    return (*(size for size in CAPTURED_MIXED if above < size < largest), largest)
 
 
 def padding(entries: int, tokens: int | None, captured: int | None, scratch_row: int) -> HostInputs:
@@ -124,7 +140,9 @@ def common_buckets(settings: Settings) -> Iterator[Bucket]:
         yield Bucket(entries, None, None, min(SHORT_CONTEXT, settings.max_model_len))
     for tokens in CAPTURED_PREFILL:
         yield Bucket(CAPTURED_ENTRIES, tokens, None, 0)
-    yield Bucket(settings.max_num_seqs + 1, up_to_64(settings.max_num_batched_tokens), None, 0)
+    # From the largest down: graphs share their memory, and what one has left is room for a smaller one.
+    for tokens in reversed(mixed_sizes(settings)):
+        yield Bucket(settings.max_num_seqs + 1, tokens, None, 0)
 
 
 def pad_to_power(tokens: np.ndarray) -> np.ndarray:

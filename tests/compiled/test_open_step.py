@@ -7,6 +7,8 @@ from examples_of import EXAMPLES, example
 from tracing import traced_by, two_layers
 
 import fnllm
+from fnllm.buckets import common_buckets, padding
+from fnllm.sampler import SamplerFeatures
 
 pytestmark = pytest.mark.compiled
 ORACLE = EXAMPLES.parent / "tests" / "oracle"
@@ -60,6 +62,19 @@ def test_weights_written_in_place_trace_nothing_more(params, counter):
         with torch.no_grad():
             params.tree["layers"][0]["down"].mul_(1.1)
     assert counts[0] > 0 and counts == counts[:1] * 3
+
+
+def test_all_sizes_of_steps_with_prefill_are_one_graph(params, counter):
+    engine = fnllm.engine(params, compile="inductor", max_num_seqs=20, max_num_batched_tokens=3000, **SMALL)
+    machine, counts = engine.machine, []
+    runner = machine.runner(engine.variant, SamplerFeatures(), params.tree)
+    with torch.no_grad():
+        for bucket in common_buckets(machine.settings):
+            if bucket.tokens is not None:
+                inputs = padding(bucket.entries, bucket.tokens, None, scratch_row=20)
+                runner(params.tree, inputs, max_context=bucket.max_context, as_graph=True, report=[].append)
+                counts.append(counter.frame_count)
+    assert len(counts) == 11 and set(counts) == {1}
 
 
 def test_weights_of_a_second_model_have_fixed_sizes(monkeypatch):

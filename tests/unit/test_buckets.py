@@ -3,7 +3,17 @@
 import numpy as np
 import pytest
 
-from fnllm.buckets import CAPTURED_ENTRIES, Bucket, common_buckets, context_bound, ladder, padded, padding, up_to_64
+from fnllm.buckets import (
+    CAPTURED_ENTRIES,
+    Bucket,
+    common_buckets,
+    context_bound,
+    ladder,
+    padded,
+    padding,
+    prefill_size,
+    up_to_64,
+)
 from fnllm.options import EngineOptions, resolve
 from fnllm.scheduler import Plan
 from fnllm_weights import ModelConfig
@@ -43,20 +53,56 @@ def test_decode_steps_are_captured_by_their_entries():
     [
         (0, (5,), (CAPTURED_ENTRIES, 64, True)),
         (2, (100, 1946), (CAPTURED_ENTRIES, 2048, True)),
-        (2, (100, 1947), (41, 2112, False)),
-        (8, (5,), (41, 64, False)),  # small, and of too many sequences
+        (8, (5,), (41, 256, True)),  # small, and of too many sequences for those
+        (30, (226,), (41, 256, True)),
+        (30, (227,), (41, 512, True)),
+        (38, (500, 1510), (41, 2048, True)),
+        (2, (100, 1947), (41, 3008, True)),  # few sequences, and too many tokens for those
         (0, (3000,), (41, 3008, True)),  # as large as a step may be
         (36, (1000, 1964), (41, 3008, True)),
-        (0, (2999,), (41, 3008, False)),
+        (0, (2999,), (41, 3008, True)),
     ],
 )
-def test_prefill_steps_are_captured_when_small_or_full(decode, prefill, expected):
+def test_prefill_steps_are_captured_by_their_tokens(decode, prefill, expected):
     assert bucket(decode, prefill) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [(3071, (3072, False)), (3072, (4096, True)), (4097, (4160, False)), (8127, (8128, False)), (8129, (8192, True))],
+)
+def test_large_steps_are_not_padded_by_much(tokens, expected):
+    settings = resolve(EngineOptions(max_num_seqs=40, max_num_batched_tokens=8192), CONFIG, True)
+    inputs, captured = padded(plan(0, (tokens,)), settings, True)
+    assert len(inputs.row) == 41 and inputs.token_ids is not None
+    assert (len(inputs.token_ids), captured) == expected
+
+
+def test_every_captured_size_is_some_step_s():
+    """Each costs time at the start and memory, so none is captured that no step could ask for."""
+    for seqs, most in ((40, 8192), (40, 4096), (40, 100), (8, 8192), (8, 1000), (9, 1000)):
+        settings = resolve(EngineOptions(max_num_seqs=seqs, max_num_batched_tokens=most), CONFIG, True)
+        known = [bucket for bucket in common_buckets(settings) if bucket.tokens]
+        steps = (
+            prefill_size(entries, tokens, settings) for entries in (1, seqs) for tokens in range(entries, most + 1)
+        )
+        asked = {(entries, tokens) for entries, tokens, captured in steps if captured}
+        large = {(bucket.entries, bucket.tokens) for bucket in known if bucket.entries == seqs + 1 > CAPTURED_ENTRIES}
+        assert len(known) == len(set(known)) and large - asked <= {(seqs + 1, up_to_64(most))}
+        assert asked <= {(bucket.entries, bucket.tokens) for bucket in known}
 
 
 def test_what_is_captured_beforehand_is_what_steps_ask_for():
     known = set(common_buckets(SETTINGS))
-    for step in (plan(1), plan(9), plan(40), plan(0, (64,)), plan(3, (2000,)), plan(5, (2000, 995))):
+    for step in (
+        plan(1),
+        plan(9),
+        plan(40),
+        plan(0, (64,)),
+        plan(3, (2000,)),
+        plan(5, (2000, 995)),
+        plan(30, (70, 900)),
+    ):
         inputs, captured = padded(step, SETTINGS, True)
         tokens = None if inputs.token_ids is None else len(inputs.token_ids)
         bound = context_bound(step, SETTINGS.max_model_len) if tokens is None else 0
@@ -73,7 +119,7 @@ def test_padding_is_behind_the_entries_and_names_the_scratch_row():
 
 
 def test_a_bucket_of_padding_has_the_shapes_of_its_steps():
-    for step in (plan(3), plan(2, (9,))):
+    for step in (plan(3), plan(2, (9,)), plan(30, (300,))):
         inputs, _ = padded(step, SETTINGS, True)
         tokens = None if inputs.token_ids is None else len(inputs.token_ids)
         empty = padding(len(inputs.row), tokens, None, SETTINGS.max_num_seqs)
