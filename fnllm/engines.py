@@ -32,7 +32,7 @@ from fnllm.prompts import check_ids
 from fnllm.readback import Readback, read_back
 from fnllm.sampler import child_seed, features_of
 from fnllm.sampling import Sampling, check_sampling, check_seed
-from fnllm.scheduler import Events, Finished, Plan, Request, SchedulerConfig
+from fnllm.scheduler import Events, Finished, Plan, Request, SchedulerConfig, TokenIds
 from fnllm.state import State, check_state
 from fnllm.tensor_parallel import TensorParallel
 from fnllm_weights import Params
@@ -136,7 +136,7 @@ class Engine:
 
     def request_of(
         self,
-        prompt: tuple[int, ...],
+        prompt: TokenIds,
         sampling: Sampling,
         seed: int,
         sample: int,

@@ -19,7 +19,7 @@ from fnllm.parameters import check_model
 from fnllm.progress import Meter, is_terminal
 from fnllm.prompts import normalise, pair_sampling
 from fnllm.sampling import Sampling, check_sampling, check_seed, from_defaults
-from fnllm.scheduler import Request, check_prompt_length
+from fnllm.scheduler import Request, TokenIds, check_prompt_length
 from fnllm.scoring import prompt_logprobs
 from fnllm.state import State, abort, add_all
 from fnllm.tracks import Track, absorb, start, track
@@ -43,7 +43,7 @@ class Call(NamedTuple):
 class Wish(NamedTuple):
     """What a call asks for one of its prompts."""
 
-    ids: tuple[int, ...] | Exception  # why the prompt was refused
+    ids: TokenIds | Exception  # why the prompt was refused
     sampling: Sampling
     edits: tuple[Edit, ...]
     capture: Capture

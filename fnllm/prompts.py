@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fnllm.sampling import Sampling
-from fnllm.scheduler import token_ids
+from fnllm.scheduler import TokenIds, token_ids
 from fnllm_weights.tokenizer import Tokenizer, check_text
 
 FORMS = "text, a list of token ids, or a chat (a list of {'role': ..., 'content': ...})"
 
 
 def normalise(prompts: Any, tokenizer: Tokenizer | None, vocab_size: int, *, errors: str = "raise",
-              chat: Mapping[str, Any] | None = None) -> tuple[tuple[int, ...] | Exception, ...]:
+              chat: Mapping[str, Any] | None = None) -> tuple[TokenIds | Exception, ...]:
     """The ids of one prompt, or of each in a list of prompts.
 
     A list whose first element is an integer is one prompt of ids, one whose first element is a dict is one chat; a
@@ -60,7 +60,7 @@ def pair_sampling(count: int, sampling: Any) -> tuple[Sampling, ...]:
     return tuple(sampling)
 
 
-def check_ids(name: str, ids: Sequence[Any], vocab_size: int) -> tuple[int, ...]:
+def check_ids(name: str, ids: Sequence[Any], vocab_size: int) -> TokenIds:
     """Token ids as plain integers; TypeError or ValueError that begins with `name` for what is no id of the model."""
     checked = _attempt(name, _checked_ids, ids, vocab_size)
     if isinstance(checked, Exception):
@@ -122,16 +122,16 @@ def _array_ids(array: Any) -> list[Any]:
     return array.tolist()  # an array of floats is refused with its elements
 
 
-def _checked_ids(ids: Sequence[Any], vocab_size: int) -> tuple[int, ...]:
+def _checked_ids(ids: Sequence[Any], vocab_size: int) -> TokenIds:
     if not len(ids):
         raise ValueError("is empty: there is nothing to continue; give at least one token")
     # The usual case, plain ints in range, is decided without a Python step per token.
-    plain = tuple(ids)
-    if list(map(type, plain)).count(int) < len(plain):
-        plain = tuple(_one_id(position, id) for position, id in enumerate(plain))
-    checked = token_ids(plain, vocab_size)
+    ids = ids if isinstance(ids, list | tuple) else tuple(ids)
+    if list(map(type, ids)).count(int) < len(ids):
+        ids = [_one_id(position, id) for position, id in enumerate(ids)]
+    checked = token_ids(ids, vocab_size)
     if checked is None:
-        position, id = next((p, i) for p, i in enumerate(plain) if not 0 <= i < vocab_size)
+        position, id = next((p, i) for p, i in enumerate(ids) if not 0 <= i < vocab_size)
         raise ValueError(f"token id {id} at position {position} is outside the vocabulary: ids are 0 to "
                          f"{vocab_size - 1}")
     return checked

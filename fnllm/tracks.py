@@ -10,7 +10,7 @@ from fnllm.capture import NOTHING, Capture, CapturedRows, site_shape
 from fnllm.completion import Chunk, Completion, Timings, TokenLogprob
 from fnllm.engines import StepEvents
 from fnllm.sampling import Sampling
-from fnllm.scheduler import Plan
+from fnllm.scheduler import Plan, TokenIds
 from fnllm.state import State, abort, finish, tokens
 from fnllm.text import output as text_output
 from fnllm_weights import Params
@@ -22,7 +22,7 @@ class Track:
 
     index: int  # of its prompt
     sample: int
-    prompt: tuple[int, ...]
+    prompt: TokenIds
     sampling: Sampling
     text: text_output.Output
     began: float  # seconds of the host's clock, as `scheduled` and `first_token`
@@ -43,7 +43,7 @@ def track(
     params: Params,
     index: int,
     sample: int,
-    prompt: tuple[int, ...],
+    prompt: TokenIds,
     sampling: Sampling,
     live: bool,
     now: float,

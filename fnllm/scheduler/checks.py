@@ -1,7 +1,7 @@
 """Checks at the door, shared by the values of this package."""
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,13 +12,38 @@ def is_int(value: Any) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
-class TokenIds(tuple[int, ...]):
-    """Token ids that were looked through, with what was made of them on the way."""
+class TokenIds(Sequence[int]):
+    """Token ids that were looked through, kept as int32 alone; to be read as the tuple of ints that they equal.
 
-    packed: bytes  # the same as int32
+    Of long prompts the ints themselves take far longer to go through, by the garbage collector too.
+    """
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: bytes) -> None:
+        self.packed = packed
+
+    def __len__(self) -> int:
+        return len(self.packed) // 4
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(memoryview(self.packed).cast("i"))
+
+    def __getitem__(self, index: Any) -> Any:
+        found = memoryview(self.packed).cast("i")[index]
+        return tuple(found) if isinstance(index, slice) else found
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == (tuple(other) if isinstance(other, TokenIds) else other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
 
 
-def token_ids(tokens: tuple[int, ...], limit: int) -> TokenIds | None:
+def token_ids(tokens: list[int] | tuple[int, ...], limit: int) -> TokenIds | None:
     """Integers as token ids, or None where one is none or not in [0, limit); no Python step for each."""
     try:
         packed = array("I", tokens)
@@ -26,9 +51,7 @@ def token_ids(tokens: tuple[int, ...], limit: int) -> TokenIds | None:
         return None
     if packed and np.maximum.reduce(np.frombuffer(packed, np.uint32)) >= limit:
         return None
-    found = TokenIds(tokens)
-    found.packed = packed.tobytes()
-    return found
+    return TokenIds(packed.tobytes())
 
 
 def pack_tokens(tokens: Iterable[int], name: str) -> bytes:
@@ -36,8 +59,10 @@ def pack_tokens(tokens: Iterable[int], name: str) -> bytes:
 
     Raises ValueError or TypeError naming the first id that is not an integer in [0, 2**31).
     """
-    tokens = tokens if isinstance(tokens, tuple) else tuple(tokens)
-    found = tokens if isinstance(tokens, TokenIds) else token_ids(tokens, 2**31)
+    if isinstance(tokens, TokenIds):
+        return tokens.packed
+    tokens = tuple(tokens)
+    found = token_ids(tokens, 2**31)
     if found is not None:
         return found.packed
     for index, token in enumerate(tokens):

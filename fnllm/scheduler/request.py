@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .checks import is_int, pack_tokens
+from .checks import TokenIds, is_int, pack_tokens
 from .pool import Key, Parent
 
 
@@ -20,7 +20,7 @@ class Request:
     Raises ValueError or TypeError for an empty prompt, ids that are none, and counts that are negative or fractional.
     """
 
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...] | TokenIds
     max_tokens: int
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
@@ -42,7 +42,7 @@ class Request:
         object.__setattr__(self, "packed", pack_tokens(self.prompt, "prompt"))
         if self.stop_token_ids:
             pack_tokens(self.stop_token_ids, "stop_token_ids")
-        if not isinstance(self.prompt, tuple):
+        if not isinstance(self.prompt, TokenIds):
             object.__setattr__(self, "prompt", tuple(self.prompt))
         object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
         hash(self.cache_key)

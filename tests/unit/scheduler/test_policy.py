@@ -1,5 +1,6 @@
 """Who runs when: budget, order, sharing of prefixes, eviction, and the cost of a step."""
 
+import pickle
 import sys
 
 import numpy as np
@@ -50,10 +51,13 @@ def test_adding_many_is_adding_each():
     assert len(start.sequences) == 1
 
 
-def test_ids_are_packed_once():
+def test_ids_are_packed_once_and_read_as_a_tuple():
     ids = scheduler.token_ids((3, 0, 2**31 - 1), 2**31)
     assert ids == (3, 0, 2**31 - 1) and Request(ids, 1).packed is ids.packed
     assert ids.packed == np.array(ids, np.int32).tobytes() == Request((3, 0, 2**31 - 1), 1).packed
+    assert list(ids) == [*reversed(ids)][::-1] == [ids[0], ids[1], ids[-1]] and ids[1:] == (0, 2**31 - 1)
+    assert ids == scheduler.token_ids([3, 0, 2**31 - 1], 2**31) and ids != (3, 0) and len(ids) == 3
+    assert hash(ids) == hash(tuple(ids)) and repr(ids) == repr(tuple(ids)) and pickle.loads(pickle.dumps(ids)) == ids
     for wrong in (3, 4, -1, 2**40, 1.0, "1"):
         assert scheduler.token_ids((0, wrong, 2), 3) is None
 
