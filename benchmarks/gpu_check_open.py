@@ -129,7 +129,7 @@ def swaps(params: fnllm.Params, options: dict) -> Iterator[dict]:
         yield verdict(name, params, found, counts, own and changed, tips="top-k" in name)
     quantised, layers = SWAPS.quantised(params), usual._replace(linear=SWAPS.int8_linear)
     call = tokens(quantised, layers, GREEDY)
-    first, second, counts = twice(quantised, options, call, call)
+    first, second, counts = twice(quantised, dict(options, layers=layers), call, call)
     found = [compared(dequantised(quantised), PROMPTS, outs, [()] * 4) for outs in (first, second)]
     yield verdict("8-bit weights", params, found, counts, True)
     mark, after = built(params, options), tokens(params, usual, GREEDY)()

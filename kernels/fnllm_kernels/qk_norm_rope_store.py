@@ -123,14 +123,15 @@ def _launch(qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, slots, num_hea
     q = qkv.new_empty(tokens, num_heads, head_dim)
     half = triton.next_power_of_2(head_dim // 2)
     total = num_heads + 2 * num_kv_heads
-    # About 2048 elements a program keep 16-byte accesses. Not fewer for few tokens: a token's bits are its own.
+    # About 2048 elements a program and 32 a thread, all under way at once: 56 us in place of 73 with eight a thread, for
+    # 8192 tokens of 48 heads. Not fewer for few tokens: a token's bits are its own.
     heads = max(1, min(triton.next_power_of_2(total), 2048 // (2 * half)))
     if tokens:
         _kernel[(tokens, triton.cdiv(total, heads))](
             qkv, q_norm, k_norm, cos, sin, q, k_cache, v_cache, slots, eps,
             qkv.stride(0), k_cache.shape[1], k_cache.stride(0), k_cache.stride(1),
             N=num_heads, K=num_kv_heads, HALF_D=head_dim // 2, BLOCK_H=heads, BLOCK_HALF=half,
-            num_warps=max(1, min(8, heads * half // 128)), **launch_options(qkv.device, pdl),
+            num_warps=max(1, heads * half // 512), **launch_options(qkv.device, pdl),
         )  # fmt: skip
     return q
 
