@@ -29,7 +29,7 @@ def main() -> None:
         for peer, color in (("vllm", "tab:orange"), ("nano-vllm", "tab:green")):
             found = [r for r in decode["peers"] if (r["peer"], r["size"]) == (peer, size)]
             points = sorted((r["batch"], r["decode_tok_s"]) for r in found)
-            axis.plot(*zip(*points, strict=True), "s:", markersize=4, color=color, label=f"{peer}, same run")
+            axis.plot(*zip(*points, strict=True), "s:", markersize=4, color=color, label=peer)
         axis.set(
             xscale="log",
             yscale="log",

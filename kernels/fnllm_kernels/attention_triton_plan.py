@@ -49,7 +49,7 @@ def decode_tiling(dtype: torch.dtype, head_dim: int, batch: int, num_kv_heads: i
         return DecodeTiling(fewer, 4, 3, 64, 4) if pairs >= MANY_PAIRS else DecodeTiling(keys, 4, 2, 64, 4)
     if pairs >= MANY_PAIRS:
         return DecodeTiling(fewer, 1, 3, 128, 4)
-    return DecodeTiling(keys, 4, 3, 128, 2) if 2 * pairs >= MANY_PAIRS else DecodeTiling(fewer, 2, 3, 128, 4)
+    return DecodeTiling(keys, 4, 3, 128, 2) if 2 * pairs > MANY_PAIRS else DecodeTiling(fewer, 2, 3, 128, 4)
 
 
 def runs_direct(batch: int, num_kv_heads: int, max_context: int) -> bool:
