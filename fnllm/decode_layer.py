@@ -22,11 +22,11 @@ HEAD_DIMS = (32, 64, 128, 256)
 def fuses(p: LayerParams, x: Float[Tensor, "T H"], ctx: Context) -> bool:
     """Whether this layer of this step can run fused: one bf16 token on a GPU, usual functions, no taps inside."""
     here = x.is_cuda and ctx.cache is not None and ctx.backend == "triton" and ctx.batch.max_seqlen == 1
-    if not here:
+    fits = here and x.shape[0] == 1 and x.dtype == torch.bfloat16 and ctx.config.head_dim in HEAD_DIMS
+    if not fits or "gate_up" not in p or ctx.taps.look_into(ctx.layer):
         return False
-    usual = all(getattr(ctx.layers, name) is getattr(Layers(), name) for name in INSIDE)
-    fits = x.shape[0] == 1 and x.dtype == torch.bfloat16 and ctx.config.head_dim in HEAD_DIMS
-    return fits and usual and not ctx.taps.look_into(ctx.layer) and "gate_up" in p
+    usual = Layers()
+    return all(getattr(ctx.layers, name) is getattr(usual, name) for name in INSIDE)
 
 
 def attention_counters(ctx: Context) -> Int[Tensor, " C"]:

@@ -105,8 +105,9 @@ def turned_heads(
 
 def is_plain(ctx: Context) -> bool:
     """Whether nobody looks between the QKV projection and attention's output."""
-    seen = any(ctx.taps.wants(f"layers.{ctx.layer}.{name}") for name in ("q", "k", "v"))
-    return ctx.layers.attend is attend and ctx.layers.norm is norm and not seen
+    if ctx.layers.attend is not attend or ctx.layers.norm is not norm:
+        return False
+    return ctx.taps.idle or not any(ctx.taps.wants(f"layers.{ctx.layer}.{name}") for name in ("q", "k", "v"))
 
 
 def attend(

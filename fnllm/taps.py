@@ -38,11 +38,20 @@ class Taps(NamedTuple):
     tokens: Int[Tensor, " C"] | None = None  # which tokens of the batch to capture; None: all
     captured: dict[str, Tensor] | None = None
 
+    @property
+    def idle(self) -> bool:
+        """Whether nobody looks anywhere; asked first, since a step that is traced pays for every line it runs."""
+        return not self.capture and not self.edits
+
     def wants(self, site: str) -> bool:
+        if self.idle:
+            return False
         return site in self.capture or any(channel.site == site for channel in self.edits)
 
     def look_into(self, layer: int) -> bool:
         """Whether any site of a decoder layer is captured or edited."""
+        if self.idle:
+            return False
         sites = (*self.capture, *(channel.site for channel in self.edits))
         return any(site.startswith(f"layers.{layer}.") for site in sites)
 

@@ -47,8 +47,8 @@ def paged_attention(
 
     Raises ValueError if shapes do not belong together or the backend is unknown.
     """
-    _check(q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, backend)
     if not q.is_cuda and not torch.compiler.is_compiling():
+        _check(q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, backend)
         # Nothing to trace: past the dispatch of an op, which costs as much as a small kernel.
         return _on_host(backend)(
             q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
@@ -158,6 +158,8 @@ def _paged_attention_op(
     q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
     max_seqlen_q, scale, window, backend, metadata, max_context,
 ):  # fmt: skip
+    # Here, where it is not traced into a compiled step.
+    _check(q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, backend)
     run = (
         {
             "reference": paged_attention_reference,

@@ -21,8 +21,10 @@ def rms_norm(x: Float[Tensor, "T H"], weight: Float[Tensor, " H"], eps: float) -
 
     That order of casts is transformers' (`Qwen3RMSNorm`). Raises ValueError if weight's width is not x's.
     """
+    if x.is_cuda:
+        return _rms_norm_op(x, weight, eps)
     _check(x, weight)
-    return _rms_norm_op(x, weight, eps) if x.is_cuda else rms_norm_reference(x, weight, eps)
+    return rms_norm_reference(x, weight, eps)
 
 
 def rms_norm_reference(
@@ -40,14 +42,10 @@ def add_rms_norm(
 
     Raises ValueError if the shapes do not belong together.
     """
-    _check(x, weight)
-    if x.shape != residual.shape or x.dtype != residual.dtype:
-        raise ValueError(
-            f"add_rms_norm: x is {tuple(x.shape)} {x.dtype}, residual {tuple(residual.shape)} {residual.dtype}; "
-            "both must have one shape and dtype"
-        )
-    run = _add_rms_norm_op if x.is_cuda else add_rms_norm_reference
-    return run(x, residual, weight, eps)
+    if x.is_cuda:
+        return _add_rms_norm_op(x, residual, weight, eps)
+    _check(x, weight, residual)
+    return add_rms_norm_reference(x, residual, weight, eps)
 
 
 def add_rms_norm_reference(
@@ -58,13 +56,20 @@ def add_rms_norm_reference(
     return rms_norm_reference(total, weight, eps), total
 
 
-def _check(x: Tensor, weight: Tensor) -> None:
+def _check(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> None:
+    """On a GPU called inside the ops, where it is not traced into a compiled step."""
     if x.dim() != 2 or weight.dim() != 1 or weight.shape[0] != x.shape[1]:
         raise ValueError(f"rms_norm: x is {tuple(x.shape)}, weight {tuple(weight.shape)}; they must be [T, H] and [H]")
+    if residual is not None and (x.shape != residual.shape or x.dtype != residual.dtype):
+        raise ValueError(
+            f"add_rms_norm: x is {tuple(x.shape)} {x.dtype}, residual {tuple(residual.shape)} {residual.dtype}; "
+            "both must have one shape and dtype"
+        )
 
 
 @torch.library.custom_op("fnllm::rms_norm", mutates_args=(), schema="(Tensor x, Tensor weight, float eps) -> Tensor")
 def _rms_norm_op(x, weight, eps):
+    _check(x, weight)
     if x.is_cuda and triton is not None:
         return _norm_triton(x, None, weight, eps)[0]
     return rms_norm_reference(x, weight, eps)
@@ -81,6 +86,7 @@ def _rms_norm_fake(x, weight, eps):
     schema="(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
 )
 def _add_rms_norm_op(x, residual, weight, eps):
+    _check(x, weight, residual)
     run = _norm_triton if x.is_cuda and triton is not None else add_rms_norm_reference
     return run(x, residual, weight, eps)
 

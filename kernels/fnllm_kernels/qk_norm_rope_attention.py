@@ -40,19 +40,6 @@ def qk_norm_rope_attention(
     `block_tables` on are those of `paged_attention` with the backend "triton". Raises ValueError if the shapes do not
     belong together.
     """
-    kv_heads, batch = k_cache.shape[2], context_lens.shape[0]
-    check_heads("qk_norm_rope_attention", qkv, cos, sin, k_cache, v_cache, num_heads, kv_heads)
-    if num_heads % kv_heads:
-        raise ValueError(
-            f"qk_norm_rope_attention: {num_heads} query heads over {kv_heads} KV heads; the first must be a multiple "
-            "of the second: pad the groups with zero heads"
-        )
-    if block_tables.shape[0] != batch or cu_seqlens_q.shape[0] != batch + 1 or slots.shape[0] != qkv.shape[0]:
-        raise ValueError(
-            f"qk_norm_rope_attention: block_tables {tuple(block_tables.shape)}, cu_seqlens_q "
-            f"{tuple(cu_seqlens_q.shape)}, context_lens {tuple(context_lens.shape)}, slots {tuple(slots.shape)} for "
-            f"{qkv.shape[0]} tokens; they must be [B, M], [B + 1], [B] and [T]"
-        )
     return _op(
         qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, slots, block_tables, cu_seqlens_q, context_lens,
         num_heads, scale, window, metadata, max_context,
@@ -100,6 +87,34 @@ def qk_norm_rope_attention_triton(
     )  # fmt: skip
 
 
+def _check(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    block_tables: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    num_heads: int,
+) -> None:
+    """Called inside the op, where it is not traced into a compiled step."""
+    kv_heads, batch = k_cache.shape[2], context_lens.shape[0]
+    check_heads("qk_norm_rope_attention", qkv, cos, sin, k_cache, v_cache, num_heads, kv_heads)
+    if num_heads % kv_heads:
+        raise ValueError(
+            f"qk_norm_rope_attention: {num_heads} query heads over {kv_heads} KV heads; the first must be a multiple "
+            "of the second: pad the groups with zero heads"
+        )
+    if block_tables.shape[0] != batch or cu_seqlens_q.shape[0] != batch + 1 or slots.shape[0] != qkv.shape[0]:
+        raise ValueError(
+            f"qk_norm_rope_attention: block_tables {tuple(block_tables.shape)}, cu_seqlens_q "
+            f"{tuple(cu_seqlens_q.shape)}, context_lens {tuple(context_lens.shape)}, slots {tuple(slots.shape)} for "
+            f"{qkv.shape[0]} tokens; they must be [B, M], [B + 1], [B] and [T]"
+        )
+
+
 @library.custom_op(
     "fnllm::qk_norm_rope_attention",
     mutates_args=("k_cache", "v_cache"),
@@ -111,6 +126,7 @@ def _op(
     qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, slots, block_tables, cu_seqlens_q, context_lens,
     num_heads, scale, window, metadata, max_context,
 ):  # fmt: skip
+    _check(qkv, cos, sin, k_cache, v_cache, slots, block_tables, cu_seqlens_q, context_lens, num_heads)
     fused = qkv.is_cuda and triton is not None
     run = qk_norm_rope_attention_triton if fused else qk_norm_rope_attention_reference
     return run(

@@ -38,7 +38,6 @@ def qk_norm_rope_store(
     q is still returned.
     Raises ValueError if the shapes do not belong together.
     """
-    check_heads("qk_norm_rope_store", qkv, cos, sin, k_cache, v_cache, num_heads, num_kv_heads)
     return _op(qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, slots, num_heads, num_kv_heads)
 
 
@@ -102,6 +101,8 @@ def _rotate(x: Float[Tensor, "T N D"], cos: Float[Tensor, "T half_D"], sin: Floa
     "Tensor(b!) v_cache, Tensor slots, int num_heads, int num_kv_heads) -> Tensor",
 )
 def _op(qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, slots, num_heads, num_kv_heads):
+    # Here, where it is not traced into a compiled step.
+    check_heads("qk_norm_rope_store", qkv, cos, sin, k_cache, v_cache, num_heads, num_kv_heads)
     run = _launch if qkv.is_cuda and triton is not None else qk_norm_rope_store_reference
     return run(qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, slots, num_heads, num_kv_heads)
 
@@ -123,8 +124,8 @@ def _launch(qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, slots, num_hea
     q = qkv.new_empty(tokens, num_heads, head_dim)
     half = triton.next_power_of_2(head_dim // 2)
     total = num_heads + 2 * num_kv_heads
-    # About 2048 elements a program and 32 a thread, all under way at once: 56 us in place of 73 with eight a thread, for
-    # 8192 tokens of 48 heads. Not fewer for few tokens: a token's bits are its own.
+    # About 2048 elements a program and 32 a thread, all under way at once: 56 us in place of 73 with eight a thread
+    # (8192 tokens of 48 heads). Not fewer for few tokens: a token's bits are its own.
     heads = max(1, min(triton.next_power_of_2(total), 2048 // (2 * half)))
     if tokens:
         _kernel[(tokens, triton.cdiv(total, heads))](
