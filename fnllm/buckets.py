@@ -1,10 +1,11 @@
 """The sizes that steps are padded to (pure): few, so that each is compiled and captured once.
 
 On a CPU nothing is padded. On a GPU a decode step has a bucket for its number of entries. A step with prefill has one
-for its tokens, and a smaller number of entries if it holds few sequences. Large steps run without a graph, but for
-those as large as a step may be: the work on padding would take longer than the host does to start the kernels.
+for its tokens, and a smaller number of entries if it holds few sequences. Steps that a bucket would pad by much run
+without a graph: the work on padding would take longer than the host does to start the kernels.
 """
 
+import bisect
 import functools
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,10 +15,12 @@ import numpy as np
 from fnllm.options import Settings
 from fnllm.scheduler import Plan
 
-CAPTURED_PREFILL = (64, 128, 256, 512, 1024, 2048)  # steps of at most ...
-CAPTURED_ENTRIES = 8  # ... so many sequences are replayed as graphs of so many tokens
-CAPTURED_MIXED = (256, 512, 1024, 2048, 4096)  # others as graphs of so many, where that is below the largest step,
-MOST_PADDING = 1024  # ... and no more is padding: 20 ms of work at 8B, where the host needs 53 without a graph
+# Tokens of the graphs for steps of at most CAPTURED_ENTRIES sequences, and of those for all others, which have the
+# largest step besides. No more than MOST_PADDING of them may be padding: 20 ms of work at 8B, where the host needs 53.
+CAPTURED_PREFILL = (64, 128, 256, 512, 1024, 2048)
+CAPTURED_ENTRIES = 8
+CAPTURED_MIXED = (256, 512, 1024, 2048, 4096)
+MOST_PADDING = 1024
 SHORT_CONTEXT = 4096  # decode steps of only shorter sequences have graphs of their own: attention divides differently
 
 
@@ -42,7 +45,9 @@ class Bucket(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"decode of {self.entries}" if self.tokens is None else f"prefill of {self.tokens} tokens"
+        if self.tokens is None:
+            return f"decode of {self.entries}"
+        return f"prefill of {self.tokens} tokens for {self.entries}"
 
 
 @functools.cache
@@ -138,8 +143,12 @@ def common_buckets(settings: Settings) -> Iterator[Bucket]:
     """Every bucket that is captured on a GPU, but those of long contexts and of captured activations."""
     for entries in ladder(settings.max_num_seqs):
         yield Bucket(entries, None, None, min(SHORT_CONTEXT, settings.max_model_len))
-    for tokens in CAPTURED_PREFILL:
+    most = settings.max_num_batched_tokens
+    few = bisect.bisect_left(CAPTURED_PREFILL, most) + 1  # the first size that holds the largest step is the last one
+    for tokens in CAPTURED_PREFILL[:few]:
         yield Bucket(CAPTURED_ENTRIES, tokens, None, 0)
+    if settings.max_num_seqs <= CAPTURED_ENTRIES and most <= CAPTURED_PREFILL[-1]:
+        return
     # From the largest down: graphs share their memory, and what one has left is room for a smaller one.
     for tokens in reversed(mixed_sizes(settings)):
         yield Bucket(settings.max_num_seqs + 1, tokens, None, 0)

@@ -146,7 +146,7 @@ def hand_in(
 ) -> tuple[State, dict[int, Track], list[Chunk]]:
     """The state with a request for each sample of each prompt, their tracks, and a chunk for each refused prompt.
 
-    It lies before the first token, so nothing is checked twice.
+    All that lies before the first token.
     """
     params, machine = worker.params, worker.machine
     state = replace(machine.idle, variant=worker.variant) if machine.idle else worker.init()

@@ -17,7 +17,7 @@ def forward(tree: ParamTree, ctx: Context, tokens: Int[Tensor, " W"] | None = No
 
     The residual stream is carried beside the sublayers' outputs, so that each addition meets the norm behind it in
     one kernel. Collectives: one all-reduce in `embed`, one in `attention`, one in `mlp`. The last layer's feed-forward
-    runs for `tokens` alone, where that makes no difference to what anybody sees.
+    runs for `tokens` alone, where nobody sees a difference beyond rounding.
     """
     layers, last = ctx.layers, len(tree["layers"]) - 1
     x = layers.embed(tree["embed"], ctx.batch.token_ids, ctx)
@@ -45,13 +45,13 @@ def forward(tree: ParamTree, ctx: Context, tokens: Int[Tensor, " W"] | None = No
 
 
 def rest_by_token(ctx: Context) -> bool:
-    """Whether all behind this layer's attention takes each token alone, and nobody looks at it before the head.
+    """Whether all behind this layer's attention takes each token alone, and nobody looks at it.
 
-    False in decode steps, where every token passes the head.
+    False in decode steps, where every token passes the head, as it may where logits are captured.
     """
     usual = Layers(), layers_for(Layers(), "batch_invariant")
     by_token = all(any(getattr(ctx.layers, f) is getattr(own, f) for own in usual) for f in AFTER_ATTENTION)
-    sites = "final_norm", *(f"layers.{ctx.layer}.{name}" for name in ("resid_mid", "mlp_out", "resid_post"))
+    sites = "final_norm", "logits", *(f"layers.{ctx.layer}.{name}" for name in ("resid_mid", "mlp_out", "resid_post"))
     return by_token and ctx.batch.max_seqlen > 1 and not any(map(ctx.taps.wants, sites))
 
 

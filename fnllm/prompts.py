@@ -61,7 +61,7 @@ def pair_sampling(count: int, sampling: Any) -> tuple[Sampling, ...]:
 
 
 def check_ids(name: str, ids: Sequence[Any], vocab_size: int) -> TokenIds:
-    """Token ids as plain integers; TypeError or ValueError that begins with `name` for what is no id of the model."""
+    """Token ids, looked through; TypeError or ValueError that begins with `name` for what is no id of the model."""
     checked = _attempt(name, _checked_ids, ids, vocab_size)
     if isinstance(checked, Exception):
         raise checked
@@ -125,8 +125,8 @@ def _array_ids(array: Any) -> list[Any]:
 def _checked_ids(ids: Sequence[Any], vocab_size: int) -> TokenIds:
     if not len(ids):
         raise ValueError("is empty: there is nothing to continue; give at least one token")
-    # The usual case, plain ints in range, is decided without a Python step per token.
     ids = ids if isinstance(ids, list | tuple) else tuple(ids)
+    # The usual case, plain ints in range, is decided without a Python step per token.
     if list(map(type, ids)).count(int) < len(ids):
         ids = [_one_id(position, id) for position, id in enumerate(ids)]
     checked = token_ids(ids, vocab_size)

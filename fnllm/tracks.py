@@ -49,7 +49,7 @@ def track(
     now: float,
     capture: Capture = NOTHING,
 ) -> Track:
-    """The track of a request that was just added."""
+    """The track of a request that is about to be added."""
     text = text_output.begin(params.tokenizer, sampling)
     weight = params.tree["norm"]
     none = {site: [weight.new_empty(0, *site_shape(params.config, site))] for site in capture.sites}

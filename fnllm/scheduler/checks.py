@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,16 +13,19 @@ def is_int(value: Any) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
 class TokenIds(Sequence[int]):
-    """Token ids that were looked through, kept as int32 alone; to be read as the tuple of ints that they equal.
+    """Token ids that were looked through, kept as int32 alone. They equal, and print as, the tuple of those integers.
 
-    Of long prompts the ints themselves take far longer to go through, by the garbage collector too.
+    A long prompt's integers as Python objects take far longer to pass on, and the garbage collector walks over them.
+    Raises ValueError for bytes that are not int32 numbers of 0 and above.
     """
 
-    __slots__ = ("packed",)
+    packed: bytes
 
-    def __init__(self, packed: bytes) -> None:
-        self.packed = packed
+    def __post_init__(self) -> None:
+        if len(self.packed) % 4 or (self.packed and np.minimum.reduce(np.frombuffer(self.packed, np.int32)) < 0):
+            raise ValueError("packed must be int32 numbers of 0 and above; make token ids with token_ids()")
 
     def __len__(self) -> int:
         return len(self.packed) // 4
@@ -34,7 +38,7 @@ class TokenIds(Sequence[int]):
         return tuple(found) if isinstance(index, slice) else found
 
     def __eq__(self, other: object) -> bool:
-        return tuple(self) == (tuple(other) if isinstance(other, TokenIds) else other)
+        return self.packed == other.packed if isinstance(other, TokenIds) else tuple(self) == other
 
     def __hash__(self) -> int:
         return hash(tuple(self))
@@ -44,7 +48,10 @@ class TokenIds(Sequence[int]):
 
 
 def token_ids(tokens: list[int] | tuple[int, ...], limit: int) -> TokenIds | None:
-    """Integers as token ids, or None where one is none or not in [0, limit); no Python step for each."""
+    """Integers as token ids, or None where one is none or not in [0, limit); no Python step for each.
+
+    limit: at most 2**31.
+    """
     try:
         packed = array("I", tokens)
     except (OverflowError, TypeError):

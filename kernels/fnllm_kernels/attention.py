@@ -41,8 +41,8 @@ def paged_attention(
     before it; 0 means all. Rows of q past cu_seqlens_q[-1] give zeros; so does a sequence with context length 0.
     Table entries past a sequence's length may be anything. `max_seqlen_q` bounds the queries of a sequence;
     `max_context` (0: as many as the table holds) is a hint of the longest context to expect, which tunes how the work
-    is divided and never what is computed. `metadata` is what `attention_metadata` gave for the same arguments, the
-    hint among them.
+    is divided. `metadata` is what `attention_metadata` gave for the same arguments, the hint among them: a plan made
+    with another one may be of another form, and is not recognised.
     With max_seqlen_q 1 and T = B, row b belongs to sequence b, and sequences without a query come last.
 
     Raises ValueError if shapes do not belong together or the backend is unknown.

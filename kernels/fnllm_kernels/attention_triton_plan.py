@@ -68,13 +68,13 @@ def _spare_items(num_kv_heads: int, device: torch.device, programs: int) -> int:
     return -(-programs * processors // num_kv_heads)
 
 
-def plan_size(batch: int, num_kv_heads: int, device: torch.device, programs: int = 0) -> int:
+def plan_size(batch: int, num_kv_heads: int, device: torch.device) -> int:
     """Entries of a plan: header, the sequence of each item, the first item of each sequence, counters.
 
     There is room for the most programs that `decode_tiling` gives, so that the size needs no choice of a tiling, which
     would look at the batch while a step is being traced.
     """
-    items = max_items(batch, num_kv_heads, device, max(_MOST_PROGRAMS, programs))
+    items = max_items(batch, num_kv_heads, device, _MOST_PROGRAMS)
     return HEADER + items + batch + batch * num_kv_heads
 
 
@@ -93,7 +93,7 @@ def decode_plan(
     moved by each attention call and are zero again when it ends.
     """
     batch, device = context_lens.shape[0], context_lens.device
-    plan = torch.empty(plan_size(batch, num_kv_heads, device, tiling.programs), dtype=torch.int32, device=device)
+    plan = torch.empty(plan_size(batch, num_kv_heads, device), dtype=torch.int32, device=device)
     spare = 0 if direct else _spare_items(num_kv_heads, device, tiling.programs)
     _plan_kernel[(triton.cdiv(batch, _ROWS),)](
         context_lens, cu_seqlens_q, plan, batch, spare, window, batch * num_kv_heads,

@@ -77,7 +77,7 @@ def test_each_engine_of_a_machine_tells_its_own_report(each_step_compiled):
         told[other].clear()
         state, _ = fnllm.add(engines[name].init(), engines[name].request(PROMPT, SHORT))
         engines[name].step(state)
-        assert [line.split(" in ")[0] for line in told[name]] == ["compiled prefill of 4 tokens"]
+        assert [line.split(" in ")[0] for line in told[name]] == ["compiled prefill of 4 tokens for 1"]
         assert not told[other]
 
 

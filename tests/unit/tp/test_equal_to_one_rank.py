@@ -158,8 +158,9 @@ def test_the_rhythm_one_all_reduce_then_two_a_layer_then_one_exchange_at_the_hea
     for _, _, steps in results:
         assert len(steps) > 4 and {entries for _, entries, _ in steps} > {1}
         for tokens, entries, calls in steps:
-            body = [Call("all_reduce", (tokens, config.hidden_size))] * (1 + 2 * config.num_hidden_layers)
-            assert calls == [*body, Call("all_reduce_max", (entries,))]
+            body = [Call("all_reduce", (tokens, config.hidden_size))] * (2 * config.num_hidden_layers)
+            last = Call("all_reduce", (entries, config.hidden_size))  # of the tokens that pass the head
+            assert calls == [*body, last, Call("all_reduce_max", (entries,))]
 
 
 def test_gradients_pass_through_simulated_ranks():
