@@ -314,15 +314,22 @@ def engine(
     return Engine(params, machine, variant, edits, capture, report)
 
 
-def weights_changed(params: Params) -> None:
+def weights_changed(of: Params | Engine) -> None:
     """Say that weights were written in a way that PyTorch does not count; no prefix cached so far is found again.
 
-    Those that swapped functions and edits hold are among them.
-
+    of: the params, and so all their engines, or one engine. What swapped functions and edits hold is among the weights.
     Such ways are `weight.data`, a tensor made or written under `torch.inference_mode`, and code that writes to a
-    weight's memory by itself. Any other write is noticed.
+    weight's memory by itself. Any other write is noticed. Raises ValueError for params that know no engines.
     """
-    for machine in (params.workspace or {}).values():
+    if isinstance(of, Engine):
+        of.machine.weights_changed()
+        return
+    if of.workspace is None:
+        raise ValueError(
+            "these params keep no engines (their workspace is None), so a prefix that one of them cached cannot be "
+            "dropped: give weights_changed the engine, or make the params with workspace={}"
+        )
+    for machine in of.workspace.values():
         if machine is not None:
             machine.weights_changed()
 

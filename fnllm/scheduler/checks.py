@@ -47,8 +47,8 @@ class TokenIds(Sequence[int]):
         return repr(tuple(self))
 
 
-def token_ids(tokens: list[int] | tuple[int, ...], limit: int) -> TokenIds | None:
-    """Integers as token ids, or None where one is none or not in [0, limit); no Python step for each.
+def token_ids(tokens: list[Any] | tuple[Any, ...], limit: int) -> TokenIds | None:
+    """Integers as token ids, or None where one is no integer or not in [0, limit); no Python step for each.
 
     limit: at most 2**31.
     """

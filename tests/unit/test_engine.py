@@ -199,6 +199,23 @@ def test_weights_changed_in_place_are_noticed():
     assert fnllm.tokens(state, second)[7:] == changed != fnllm.tokens(state, first)[7:]
 
 
+def test_weights_changed_reaches_an_engine_whose_params_know_none():
+    params = tiny(22)._replace(workspace=None)
+    engine, weight = fnllm.engine(params, **SMALL), params.tree["layers"][1]["o"]
+    state, _ = start(engine, [PROMPTS[2]])
+    state = drain(engine, state)
+    before = weight.clone()
+    weight.data.mul_(-1)
+    with pytest.raises(ValueError, match="give weights_changed the engine"):
+        fnllm.weights_changed(params)
+    fnllm.weights_changed(engine)
+    state, second = fnllm.add(state, engine.request(PROMPTS[2], SHORT))
+    state = drain(engine, state)
+    wanted = plain_greedy(params, PROMPTS[2], 9)
+    weight.data.copy_(before)
+    assert fnllm.tokens(state, second)[len(PROMPTS[2]) :] == wanted
+
+
 @pytest.mark.parametrize("options", [{}, {"max_num_seqs": 1}], ids=["", "one row"])
 @pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("done_before", ["nothing", "request", "add", "an earlier turn"])
