@@ -60,6 +60,18 @@ def metadata_of(inputs, static, backend):
     )  # fmt: skip
 
 
+def captured(work):
+    """A CUDA graph of work(), which is called once before to compile and allocate, and what the graph writes."""
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = work()
+    return graph, out
+
+
 def new_inputs(case, *, norm, dtype, seed):
     """`decode_step_case` of large cases: queries, keys and values as a projection, the newest slots poisoned."""
     inputs = fast_inputs(case, dtype, seed, float("nan"))

@@ -5,7 +5,7 @@ import importlib.util
 import kernel_cases as cases
 import pytest
 import torch
-from gpu_cases import BOUND, REAL, fast_inputs, metadata_of
+from gpu_cases import BOUND, REAL, captured, fast_inputs, metadata_of
 
 from fnllm_kernels.attention import paged_attention
 from fnllm_kernels.kv_store import copy_blocks, store_kv, store_kv_reference
@@ -120,13 +120,7 @@ def test_graph_captured_at_one_length_serves_others(backend, name):
     def step():
         return paged_attention(**inputs, **static, backend=backend, metadata=metadata_of(inputs, static, backend))
 
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    graph, out = captured(step)
     inputs["context_lens"].copy_(true_lengths)
     inputs["cu_seqlens_q"].copy_(true_cu)
     for _ in range(3):

@@ -3,7 +3,7 @@
 import kernel_cases as cases
 import pytest
 import torch
-from gpu_cases import BOUND, REAL, fast_inputs, metadata_of, new_inputs
+from gpu_cases import BOUND, REAL, captured, fast_inputs, metadata_of, new_inputs
 
 from fnllm_kernels.attention import paged_attention
 from fnllm_kernels.dependent_launch import dependent_launch
@@ -98,12 +98,7 @@ def test_dependent_launch_changes_no_bit():
         return out
 
     want = chain(False)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        chain(True)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = chain(True)
+    graph, out = captured(lambda: chain(True))
     for _ in range(100):
         graph.replay()
         assert torch.equal(out, want)
@@ -124,12 +119,7 @@ def test_captured_plan_orders_the_lengths_of_each_replay(direct):
     def step():
         return paged_attention(**inputs, **static, backend="triton", metadata=metadata_of(inputs, static, "triton"))
 
-    with torch.cuda.stream(torch.cuda.Stream()):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    graph, out = captured(step)
     for _ in range(3):
         for x in changing:
             x.copy_(x.roll(37, 0))

@@ -32,7 +32,7 @@ def test_decode_comes_first_and_prompts_share_the_rest():
 
 
 def test_adding_many_is_adding_each():
-    requests = [Request((n % 3, 1, 2, 3, n), n) for n in range(9)]
+    requests = [Request((n % 3, 1, 2, 3, n), 50 * n) for n in range(9)]
     config = SchedulerConfig(100, 2, 8, 64, 256)
     start, first = scheduler.add(scheduler.init(config), Request((1, 2), 3))
     one, ids = start, []
@@ -42,6 +42,11 @@ def test_adding_many_is_adding_each():
     together, seq_ids = scheduler.add_all(start, requests)
     assert seq_ids == ids == list(range(first + 1, first + 10))
     assert dict(together.sequences.items()) == dict(one.sequences.items())
+    for n, (seq_id, request) in enumerate(zip(seq_ids, requests, strict=True)):
+        added = together.sequences[seq_id]
+        assert added.request is request and scheduler.tokens(together, seq_id) == (n % 3, 1, 2, 3, n)
+        # The whole cache, 100 blocks of 2 tokens, is less than max_model_len.
+        assert (added.prompt_len, added.max_tokens, added.limit) == (5, 50 * n, min(5 + 50 * n, 200))
     for state in (one, together):
         assert list(iterate(state.waiting)) == [first, *ids] and state.next_id == ids[-1] + 1
         scheduler.check(state)
