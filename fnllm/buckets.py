@@ -21,6 +21,9 @@ CAPTURED_PREFILL = (64, 128, 256, 512, 1024, 2048)
 CAPTURED_ENTRIES = 8
 CAPTURED_MIXED = (256, 512, 1024, 2048, 4096)
 MOST_PADDING = 1024
+# Sequences of decode steps. From 16 on in steps of an eighth to a quarter, but 208 in place of 224: cuBLAS multiplies
+# 208 rows by a large weight in less time, and takes as long for 224 as for 256 (benchmarks/results/linear_tiles.json).
+DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 208, 256)
 SHORT_CONTEXT = 4096  # decode steps of only shorter sequences have graphs of their own: attention divides differently
 
 
@@ -52,15 +55,15 @@ class Bucket(NamedTuple):
 
 @functools.cache
 def ladder(largest: int) -> tuple[int, ...]:
-    """Sizes of decode steps: every power of two to 16, then steps of an eighth to a quarter, and the largest itself.
+    """Sizes of decode steps: `DECODE_SIZES`, from there on steps of a quarter at most, and the largest itself.
 
-    >>> ladder(20)
-    (1, 2, 4, 8, 16, 20)
+    >>> ladder(20), ladder(600)[-4:]
+    ((1, 2, 4, 8, 16, 20), (384, 448, 512, 600))
     """
-    sizes, size = [], 1
-    while size < largest:
+    sizes = [size for size in DECODE_SIZES if size < largest]
+    size = DECODE_SIZES[-1]
+    while (size := size + (1 << (size.bit_length() - 3))) < largest:
         sizes.append(size)
-        size += size if size < 16 else max(8, 1 << (size.bit_length() - 3))
     return (*sizes, largest)
 
 
