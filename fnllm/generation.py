@@ -19,7 +19,7 @@ from fnllm.parameters import check_model
 from fnllm.progress import Meter, is_terminal
 from fnllm.prompts import normalise, pair_sampling
 from fnllm.sampling import Sampling, check_sampling, check_seed, from_defaults
-from fnllm.scheduler import Request, TokenIds, check_prompt_length
+from fnllm.scheduler import Request, SchedulerConfig, TokenIds, blocks_for, check_prompt_length, length_limit
 from fnllm.scoring import prompt_logprobs
 from fnllm.state import State, abort, add_all
 from fnllm.tracks import Track, absorb, start, track
@@ -72,8 +72,9 @@ def generate(
     makes the whole call repeatable (requests with a seed of their own always are). Under torchrun every rank makes the
     same call and gets the same completions; calls that differ are refused on all of them. `chat` are options of the
     chat template. With errors="return" a request that is refused, or whose logits turn to NaN or leave nothing to draw,
-    has a completion that carries its error, and the others run. `options` are those of `EngineOptions`. Raises
-    TypeError or ValueError that names the argument, before anything runs, and FloatingPointError for logits of NaN.
+    has a completion that carries its error, and the others run. `options` are those of `EngineOptions`. Where the cache
+    holds all of them, requests with more tokens to make are begun first, so that the call ends sooner. Raises TypeError
+    or ValueError that names the argument, before anything runs, and FloatingPointError for logits of NaN.
     """
     done: dict[tuple[int, int], Completion] = {}
     call = Call(prompts, sampling, layers, edits, capture, seed, chat, errors, options)
@@ -170,8 +171,25 @@ def hand_in(
             if errors == "raise":
                 raise
             refused.append(Chunk(index=index, completion=failed(error)))
+    if not live:
+        order = longest_first(requests, state.scheduler.config)
+        requests, tracks = [requests[i] for i in order], [tracks[i] for i in order]
     state, seq_ids = add_all(state, requests)
     return state, dict(zip(seq_ids, tracks, strict=True)), refused
+
+
+def longest_first(requests: Sequence[Request], config: SchedulerConfig) -> list[int]:
+    """The order in which requests are handed in where only the end of all of them counts.
+
+    A step makes one token of each sequence, so those that may make the most begin first: else they run on alone, in
+    steps that read all weights for a few tokens. If the cache does not hold all of them at their longest, the order is
+    the caller's, since many long ones side by side would push each other out of it.
+    """
+    order = list(range(len(requests)))
+    longest = (min(len(one.prompt) + one.max_tokens, length_limit(config)) for one in requests)
+    if sum(blocks_for(tokens, config.block_size) for tokens in longest) > config.num_blocks:
+        return order
+    return sorted(order, key=lambda i: -requests[i].max_tokens)
 
 
 def bytes_captured(worker: Engine, one: Track) -> int:

@@ -9,6 +9,7 @@ from tiny_models import GREEDY, WORDS, plain_greedy, speller, tiny
 
 import fnllm
 from fnllm import Sampling
+from fnllm.generation import longest_first
 
 SMALL = {"max_model_len": 40, "max_num_seqs": 4, "block_size": 4}
 PROMPTS = [[5, 6, 7], [8], [5, 6, 7, 9, 10, 11, 12], [3, 1, 2, 4]]
@@ -35,6 +36,32 @@ def is_empty(machine) -> bool:
 def test_batches_are_the_plain_engine_s():
     expected = [plain_greedy(tiny(), prompt, 6) for prompt in PROMPTS]
     assert ids(fnllm.generate(tiny(), PROMPTS, SHORT, **SMALL)) == expected
+
+
+def test_the_longest_run_first_where_the_cache_holds_all():
+    config = fnllm.scheduler.SchedulerConfig(9, 4, max_num_seqs=2, max_num_batched_tokens=64, max_model_len=40)
+    requests = [fnllm.scheduler.Request((1,) * 3, tokens) for tokens in (2, 9, 2, 9, 1)]  # 2, 3, 2, 3 and 1 blocks
+    assert longest_first(requests[:3], config) == [1, 0, 2]
+    assert longest_first(requests[1:], config) == [0, 2, 1, 3]
+    assert longest_first(requests, config) == [0, 1, 2, 3, 4]  # 11 blocks: long ones would push each other out
+    beyond = [fnllm.scheduler.Request((1,) * 3, tokens) for tokens in (1, 10**9)]  # ends with the cache: 9 blocks
+    assert longest_first(beyond[1:] + beyond[1:], config) == [0, 1]
+    assert longest_first(beyond, dataclasses.replace(config, num_blocks=11)) == [1, 0]
+
+
+@pytest.mark.parametrize(("blocks", "steps"), [(7, 8), (6, 10)])
+def test_a_call_takes_as_many_steps_as_its_longest_request(monkeypatch, blocks, steps):
+    """Two rows: three requests of 2, 2 and 8 tokens run in 8 steps if the last begins at once, in 10 in their order."""
+    launched = []
+    usual = fnllm.machine.Machine.execute
+    monkeypatch.setattr(fnllm.machine.Machine, "execute", lambda *a: launched.append(a[3]) or usual(*a))
+    sampling = [dataclasses.replace(GREEDY, max_tokens=tokens) for tokens in (2, 2, 8)]
+    done = fnllm.generate(tiny(), PROMPTS[:3], sampling, **{**SMALL, "max_num_seqs": 2, "num_blocks": blocks})
+    assert ids(done) == [plain_greedy(tiny(), PROMPTS[i], one.max_tokens) for i, one in enumerate(sampling)]
+    assert len(launched) == steps
+    launched.clear()
+    chunks = list(fnllm.stream(tiny(), PROMPTS[:3], sampling, **{**SMALL, "max_num_seqs": 2, "num_blocks": blocks}))
+    assert len(launched) == 10 and [one.index for one in chunks[:2]] == [0, 1]
 
 
 def test_one_prompt_is_a_list_of_one():
