@@ -1,11 +1,12 @@
-"""Linear layers for the rows of a decode step: kernels whose time is that of reading the weights once.
+"""Linear layers: for the rows of a decode step, kernels whose time is that of reading the weights once.
 
 `small_linear` may add a bias and a residual; `norm_linear` puts an RMSNorm before the product; with `gated` the weight
 is a gate_up matrix and the result silu(gate) * up. Three kinds of kernels, and cuBLAS where it is faster:
 - one row, and few rows of a small weight (`decode_linear.py`). On sm_90 they are launched dependently: they fetch their
   first weights, which no kernel of the step writes, while the kernel before them still runs, and only then wait for its
   output;
-- other products of up to 256 rows, on sm_90, by tiles that are fetched by TMA (`tiled_linear.py`).
+- other products of up to 256 rows, on sm_90, by tiles that are fetched by TMA (`tiled_linear.py`), and gated ones of
+  512 rows and more (`persistent_linear.py`).
 """
 
 import torch
@@ -13,8 +14,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fnllm_kernels.decode_tiles import triton
+from fnllm_kernels.persistent_linear import keeps_busy
 from fnllm_kernels.silu_mul import silu_mul
-from fnllm_kernels.tiled_linear import SMALL_WEIGHT, fetches_tiles, launch_tiled
+from fnllm_kernels.tiled_linear import SMALL_WEIGHT, fetches_tiles, launch_tiled, limits_of
 
 MAX_ROWS = 16
 LARGE_WEIGHT = 1 << 25  # numbers
@@ -67,7 +69,11 @@ def takes(x, w) -> bool:
 def prefers_tiles(x, w, gated: bool) -> bool:
     """Whether tiles are faster than both the kernels for few rows and cuBLAS (benchmarks/results/linear_tiles.json)."""
     rows, outputs = x.shape[0], w.shape[0] // 2 if gated else w.shape[0]
-    if not (2 <= rows <= 256 and outputs <= 32768 and triton is not None and fetches_tiles(x, w)):
+    if rows < 2 or triton is None or not fetches_tiles(x, w):
+        return False
+    if rows > 256:
+        return gated and keeps_busy(rows, outputs, gated, *limits_of(x.device))
+    if outputs > 32768:
         return False
     if rows <= 16:
         return w.shape[0] > 2048

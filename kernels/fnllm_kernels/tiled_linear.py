@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fnllm_kernels.dependent_launch import launch_options
+from fnllm_kernels.persistent_linear import keeps_busy, launch_persistent
 
 try:
     import triton
@@ -123,21 +124,26 @@ def launch_tiled(
 ) -> Float[Tensor, "T Y"]:
     """x @ w.T, with `gated` silu(gate) * up of w's two halves, rounded where separate kernels would round.
 
-    tile: another than `tile_of` chooses; tma, pdl: fetch tiles by TMA, launch dependently (None: where it pays);
-    early: whether the next kernel may start while this one works, and not only near its end (None: for many rows).
+    tile: another than `tile_of` chooses (None: many rows may be `persistent_linear.py`'s); tma, pdl: fetch tiles by
+    TMA, launch dependently (None: where it pays); early: whether the next kernel may start while this one works, and
+    not only near its end (None: for many rows).
     """
     x, w = x.contiguous(), w.contiguous()
     (tokens, inputs), outputs = x.shape, w.shape[0] // 2 if gated else w.shape[0]
     out = x.new_empty(tokens, outputs)
     if not out.numel():
         return out
+    tma = fetches_tiles(x, w) if tma is None else tma
+    limits = limits_of(x.device)
+    if tile is None and tma and keeps_busy(tokens, outputs, gated, *limits):
+        return launch_persistent(x, w, gated=gated, programs=limits.multiprocessors)
     if pdl is None and w.numel() > SMALL_WEIGHT:
         pdl = False  # 52 us become 59 where the next kernel's programs wait beside this one's (64 rows of 24576 x 4096)
     if tile is None:
-        tile = tile_of(tokens, outputs, gated=gated, itemsize=x.element_size(), limits=limits_of(x.device))
+        tile = tile_of(tokens, outputs, gated=gated, itemsize=x.element_size(), limits=limits)
     early = tokens > 16 if early is None else early
     sources = x, w
-    if fetches_tiles(x, w) if tma is None else tma:
+    if tma:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         sources = tuple(

@@ -15,6 +15,7 @@ if INTERPRETING:
     sys.path.append(str(Path(__file__).parent))
     import decode_interpreter  # noqa: F401  multiplies and rounds bfloat16 as a GPU does
 
+from fnllm_kernels.persistent_linear import keeps_busy, launch_persistent
 from fnllm_kernels.tiled_linear import H200, Limits, Tile, launch_tiled, tile_of
 
 SHAPES = [(3, 104, 40), (70, 48, 72), (1, 704, 16), (65, 200, 136), (33, 64, 96)]
@@ -36,6 +37,26 @@ if not INTERPRETING:
                 assert held <= limits.shared, (rows, outputs, tile)
                 assert tile.stages >= 2 and min(tile.rows, tile.outputs) >= 16
                 assert tile.rows * tile.outputs * (1 + gated) <= 32768  # sums in registers
+
+    def test_programs_that_stay_have_something_to_do():
+        for rows, outputs in ((512, 12288), (1024, 3072), (8192, 4096), (640, 256), (100_000, 25_600)):
+            for gated in (False, True):
+                tiles = -(-rows // 128) * -(-outputs // (128 if gated else 256))
+                even = tiles / (100 * -(-tiles // 100)) >= 0.8
+                assert keeps_busy(rows, outputs, gated, 100, 232448) == even, (rows, outputs, gated)
+        assert keeps_busy(512, 12288, True, *H200) and not keeps_busy(511, 12288, True, *H200)
+        assert not keeps_busy(512, 12288, True, 132, 166912)  # memory of an A100
+        assert keeps_busy(512, 1024, False, 16, 232448) and not keeps_busy(512, 1028, False, 16, 232448)  # rows of 16 B
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("rows, inputs, outputs", [(1000, 1024, 6144), (512, 4096, 24576), (2050, 200, 1040)])
+    def test_programs_that_stay_have_the_bits_of_those_that_end(rows, inputs, outputs, dtype):
+        x, w = product_case(rows, inputs, outputs, dtype, "cuda")
+        for gated in (False, True):
+            found = launch_persistent(x, w, gated=gated, programs=132)
+            by_tiles = torch.cat([launch_tiled(part, w, gated=gated) for part in x.split(100)])
+            assert torch.equal(found, by_tiles), gated
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("dtype, relative", [(torch.bfloat16, 6e-3), (torch.float16, 1e-3)], ids=str)
@@ -75,6 +96,15 @@ else:
         x, w = product_case(rows, inputs, outputs, torch.bfloat16, "cpu")
         gate, up = (x.double() @ w.double().T).chunk(2, -1)
         found = launch_tiled(x, w, gated=True, tile=tile, tma=tma)
+        torch.testing.assert_close(found.double(), torch.nn.functional.silu(gate) * up, rtol=0.03, atol=0.01)
+
+    @pytest.mark.parametrize("rows, inputs, outputs", [(128, 64, 256), (200, 136, 272), (300, 40, 528)])
+    def test_programs_that_stay(rows, inputs, outputs):
+        x, w = product_case(rows, inputs, outputs, torch.bfloat16, "cpu")
+        for programs in (1, 2, 50):
+            check_product(launch_persistent(x, w, programs=programs), x, w, 6e-3)
+        gate, up = (x.double() @ w.double().T).chunk(2, -1)
+        found = launch_persistent(x, w, gated=True, programs=3)
         torch.testing.assert_close(found.double(), torch.nn.functional.silu(gate) * up, rtol=0.03, atol=0.01)
 
     def test_rows_that_do_not_follow_each_other_and_none():
