@@ -2,8 +2,9 @@
 
 Each product runs in a CUDA graph over weights that together exceed the L2 cache, with every tile that `tile_of` chooses
 for some product here; gate and up in one kernel stand against cuBLAS and a kernel for SiLU. The floor is the time that
-bytes need at 4.24 TB/s or arithmetic at 776 TFLOP/s. `--sustained S` runs the chosen tile and cuBLAS for so many
-seconds each and reports their last tenth: long products of many rows draw all the power, and the clock falls.
+bytes need at 4.24 TB/s or arithmetic at 776 TFLOP/s. `chosen_us` is what `launch_tiled` does by itself, which for many
+rows may be programs that go from tile to tile. `--sustained S` runs that and cuBLAS for so many seconds each and reports
+their last tenth: long products of many rows draw all the power, and the clock falls.
 """
 
 import argparse
@@ -32,7 +33,7 @@ PRODUCTS = {  # (rows of the weight, inputs, gated)
     "8b": ((6144, 4096, False), (4096, 4096, False), (24576, 4096, False), (24576, 4096, True), (4096, 12288, False)),
     "0.6b": ((4096, 1024, False), (1024, 2048, False), (6144, 1024, False), (6144, 1024, True), (1024, 3072, False)),
 }
-ROWS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 8192)
+ROWS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 208, 224, 256, 512, 1024, 2048, 8192)
 COLD_BYTES = 2.5e8  # several times the L2 cache
 
 
@@ -103,16 +104,17 @@ def measure(
         first = got if first is None else first
         assert torch.equal(got, first), (product, rows, tile)
         found[tile] = us(lambda w, tile=tile: launch_tiled(x, w, gated=gated, tile=tile))
-    assert first is not None
+    assert first is not None and torch.equal(launch_tiled(x, some[0], gated=gated), first), (product, rows)
     chosen, best = tile_of(rows, outputs, gated=gated), min(found, key=found.__getitem__)
     floor = max(2 * weight_rows * inputs / READ_BYTES_PER_S, 2 * rows * weight_rows * inputs / FLOPS_PER_S) * 1e6
     row = dict(
         size=size, outputs=weight_rows, inputs=inputs, gated=gated, rows=rows, floor_us=round(floor, 2),
         cublas_us=us(cublas), default_us=us(lambda w: small_linear(x, w, gated=gated)), tile=chosen._asdict(),
-        tile_us=found[chosen], best=best._asdict(), best_us=found[best], tried=len(found),
+        tile_us=found[chosen], chosen_us=us(lambda w: launch_tiled(x, w, gated=gated)),
+        best=best._asdict(), best_us=found[best], tried=len(found),
         error_to_cublas=float((first.float() - wanted).norm() / wanted.norm()),
     )  # fmt: skip
-    if seconds and rows in (64, 128, 256, 8192):
+    if seconds and rows in (64, 128, 256, 512, 2048, 8192):
         row["sustained_us"] = round(
             sustained_us(lambda: [launch_tiled(x, w, gated=gated) for w in some], seconds) / len(some), 2
         )
