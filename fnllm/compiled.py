@@ -11,13 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fnllm import fusing
 from fnllm.batch import Rows, StepInputs
 from fnllm.buckets import Bucket, HostInputs, padding
 from fnllm.cache import KVCache
+from fnllm.fusing import fuse_norms
 from fnllm.options import Settings
 from fnllm.rope import Rope
 from fnllm.rows import send
 from fnllm.step import StepOutput, StepSpec, step
+from fnllm_kernels import linear_add_norm
 from fnllm_weights import ParamTree
 
 Report = Callable[[str], None]  # takes a line for each thing that is built
@@ -165,15 +168,25 @@ class StepRunner:
         return found
 
 
-def inductor_options() -> dict[str, bool]:
-    """What the compiler must not do.
+def inductor_options() -> dict[str, Any]:
+    """What the compiler must do, `fuse_norms`, and what it must not.
 
     Its reordering of a graph for the peak of memory loses sight of what is written in place: it put a kernel that reads
     an all-reduce's result before the all-reduce (torch 2.13, two ranks, edits and captures in one step).
     """
     import torch._inductor.config as inductor
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-    return {"reorder_for_peak_memory": False} if hasattr(inductor, "reorder_for_peak_memory") else {}
+    class FuseNorms(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            fuse_norms(graph)
+
+        def uuid(self) -> bytes:
+            """Part of the name under which a compiled graph is found on disk by the next process."""
+            return get_hash_for_files((fusing.__file__, linear_add_norm.__file__))
+
+    avoided = {"reorder_for_peak_memory": False} if hasattr(inductor, "reorder_for_peak_memory") else {}
+    return {**avoided, "post_grad_custom_post_pass": FuseNorms()}
 
 
 def graphs_traced() -> int:

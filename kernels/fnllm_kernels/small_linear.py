@@ -83,7 +83,8 @@ def prefers_tiles(x, w, gated: bool) -> bool:
     return rows <= 128 and (outputs <= 4096 or (gated and rows > 96))
 
 
-def _linear(x, w, bias, residual, norm, eps, gated) -> Tensor:
+def run_linear(x, w, *, bias=None, residual=None, norm=None, eps=0.0, gated=False) -> Tensor:
+    """What the ops run, for other ops to call: the kernel that the operands prefer."""
     check_linear(x, w, bias=bias, residual=residual, norm=norm, gated=gated)
     if bias is None and residual is None and norm is None and prefers_tiles(x, w, gated):
         return launch_tiled(x, w, gated=gated)
@@ -98,7 +99,7 @@ def _linear(x, w, bias, residual, norm, eps, gated) -> Tensor:
 
 @torch.library.custom_op("fnllm::small_linear", mutates_args=())
 def _small_linear(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool) -> Tensor:
-    return _linear(x, w, bias, residual, None, 0.0, gated)
+    return run_linear(x, w, bias=bias, residual=residual, gated=gated)
 
 
 @_small_linear.register_fake
@@ -108,7 +109,7 @@ def _(x, w, bias, residual, gated):
 
 @torch.library.custom_op("fnllm::norm_linear", mutates_args=())
 def _norm_linear(x: Tensor, norm: Tensor, eps: float, w: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
-    return _linear(x, w, bias, None, norm, eps, gated)
+    return run_linear(x, w, bias=bias, norm=norm, eps=eps, gated=gated)
 
 
 @_norm_linear.register_fake

@@ -1,0 +1,39 @@
+"""What a compiled step does in one operation where the layers name two: a pure function over its graph.
+
+Layers and the sites between them stay as they are. Only where nobody looks at a product but the norm behind it, as the
+traced graph shows, is it a part of that norm.
+"""
+
+from torch import fx, ops
+
+import fnllm_kernels.linear_add_norm  # noqa: F401  registers the operation that takes the others' place
+
+PLAIN = (None, None, False)  # a product without bias, residual and gate
+
+
+def fuse_norms(graph: fx.Graph) -> None:
+    """Put `linear_add_rms_norm` in the place of each `add_rms_norm` that alone uses a plain `small_linear`.
+
+    The graph is changed, as torch's passes do. It must be a functional one, so that a product may move to its norm.
+    """
+    for norm in graph.find_nodes(op="call_function", target=ops.fnllm.add_rms_norm.default):
+        product = norm.args[0]
+        if not isinstance(product, fx.Node) or not is_plain_product(product) or norm.args.count(product) > 1:
+            continue
+        if len(product.users) > 1:
+            continue
+        with graph.inserting_before(norm):
+            args = (*product.args[:2], *norm.args[1:])
+            fused = graph.call_function(ops.fnllm.linear_add_rms_norm.default, args)
+        fused.meta = dict(norm.meta)
+        seen = [node.meta.get("eager_input_vals") for node in (product, norm)]
+        if all(seen):  # by these Inductor hands an operation its tensors with the strides that they had when traced
+            fused.meta["eager_input_vals"] = ((*seen[0][0][:2], *seen[1][0][1:]), {})
+        norm.replace_all_uses_with(fused)
+        graph.erase_node(norm)
+        graph.erase_node(product)
+
+
+def is_plain_product(node: fx.Node) -> bool:
+    """Whether a node is x @ w.T by `small_linear` and nothing more."""
+    return node.target is ops.fnllm.small_linear.default and node.args[2:] == PLAIN
