@@ -250,6 +250,18 @@ else:
         assert cases.relative_error(y, want_y.double()) < (1e-6 if dtype == torch.float32 else 2e-3)
         assert torch.equal(norm._norm_triton(total, None, weight, 1e-5)[0], y)
 
+    @pytest.mark.parametrize("parts", [2, 3])
+    @pytest.mark.parametrize("width", [8, 7, 300])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+    def test_norm_of_parts(dtype, width, parts):
+        x, residual, weight = torch.randn(parts, 4, width), torch.randn(4, width).to(dtype), torch.randn(width).to(dtype)
+        y, total = norm._norm_triton(x, residual, weight, 1e-5)
+        product = x[0] + x[1] if parts == 2 else x[0] + x[1] + x[2]
+        assert torch.equal(total, product.to(dtype) + residual)
+        assert y.dtype == dtype and torch.equal(y, norm._norm_triton(total, None, weight, 1e-5)[0])
+        turned = x.transpose(1, 2).contiguous().transpose(1, 2)  # rows that do not follow each other
+        assert all(map(torch.equal, norm._norm_triton(turned, residual, weight, 1e-5), (y, total)))
+
     @pytest.mark.parametrize("width", [3, 300])
     def test_silu_mul(width):
         gate_up = torch.randn(4, 2 * width)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fnllm_kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm
+from fnllm_kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, run_add_rms_norm
 
 
 def exact(x, weight, eps):
@@ -50,6 +50,23 @@ def test_refuses_what_does_not_belong_together(unchecked):
         rms_norm(torch.randn(3, 8), torch.randn(7), 1e-5)
     with pytest.raises(ValueError, match="one shape and dtype"):
         add_rms_norm(torch.randn(3, 8), torch.randn(2, 8), torch.randn(8), 1e-5)
+
+
+def test_parts_are_added_and_rounded_before_the_residual():
+    parts, residual, weight = torch.randn(3, 5, 8), torch.randn(5, 8).bfloat16(), torch.randn(8).bfloat16()
+    y, total = run_add_rms_norm(parts, residual, weight, 1e-5)
+    want = add_rms_norm((parts[0] + parts[1] + parts[2]).bfloat16(), residual, weight, 1e-5)
+    assert torch.equal(y, want[0]) and torch.equal(total, want[1])
+
+
+def test_refuses_parts_that_are_not_float32_or_have_no_residual(unchecked):
+    parts, residual, weight = torch.randn(2, 5, 8).bfloat16(), torch.randn(5, 8).bfloat16(), torch.randn(8).bfloat16()
+    with pytest.raises(ValueError, match=r"they must be \[T, H\] and \[H\]"):
+        run_add_rms_norm(parts, residual, weight, 1e-5)
+    with pytest.raises(ValueError, match=r"they must be \[T, H\] and \[H\]"):
+        rms_norm(parts.float(), weight, 1e-5)
+    with pytest.raises(ValueError, match="one shape and dtype"):
+        run_add_rms_norm(parts.float()[:, 1:], residual, weight, 1e-5)
 
 
 @pytest.mark.compiled
