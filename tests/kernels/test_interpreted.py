@@ -254,7 +254,8 @@ else:
     @pytest.mark.parametrize("width", [8, 7, 300])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
     def test_norm_of_parts(dtype, width, parts):
-        x, residual, weight = torch.randn(parts, 4, width), torch.randn(4, width).to(dtype), torch.randn(width).to(dtype)
+        x, residual, weight = torch.randn(parts, 4, width), torch.randn(4, width), torch.randn(width).to(dtype)
+        residual = residual.to(dtype)
         y, total = norm._norm_triton(x, residual, weight, 1e-5)
         product = x[0] + x[1] if parts == 2 else x[0] + x[1] + x[2]
         assert torch.equal(total, product.to(dtype) + residual)
