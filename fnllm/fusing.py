@@ -18,17 +18,18 @@ def fuse_norms(graph: fx.Graph) -> None:
     """
     for norm in graph.find_nodes(op="call_function", target=ops.fnllm.add_rms_norm.default):
         product = norm.args[0]
-        if not isinstance(product, fx.Node) or not is_plain_product(product) or norm.args.count(product) > 1:
+        if not isinstance(product, fx.Node) or not is_plain_product(product):
             continue
-        if len(product.users) > 1:
+        if len(product.users) > 1 or norm.args.count(product) > 1:
             continue
         with graph.inserting_before(norm):
             args = (*product.args[:2], *norm.args[1:])
             fused = graph.call_function(ops.fnllm.linear_add_rms_norm.default, args)
         fused.meta = dict(norm.meta)
-        seen = [node.meta.get("eager_input_vals") for node in (product, norm)]
-        if all(seen):  # by these Inductor hands an operation its tensors with the strides that they had when traced
-            fused.meta["eager_input_vals"] = ((*seen[0][0][:2], *seen[1][0][1:]), {})
+        traced = [node.meta.get("eager_input_vals") for node in (product, norm)]
+        if all(traced):  # by these Inductor hands an operation its tensors with the strides that they had when traced
+            (first, _), (second, _) = traced
+            fused.meta["eager_input_vals"] = ((*first[:2], *second[1:]), {})
         norm.replace_all_uses_with(fused)
         graph.erase_node(norm)
         graph.erase_node(product)

@@ -60,7 +60,8 @@ def halves_pay(rows: int, inputs: int, outputs: int) -> bool:
     """
     if not (3072 <= outputs <= 4096 and inputs % 128 == 0):
         return False
-    return 129 <= rows <= (256 if inputs >= 8192 else 160 if inputs >= 4096 else 0)
+    most = 256 if inputs >= 8192 else 160 if inputs >= 4096 else 0
+    return 129 <= rows <= most
 
 
 def prefers_halves(x: Tensor, w: Tensor) -> bool:
