@@ -26,10 +26,9 @@ def fuse_norms(graph: fx.Graph) -> None:
             args = (*product.args[:2], *norm.args[1:])
             fused = graph.call_function(ops.fnllm.linear_add_rms_norm.default, args)
         fused.meta = dict(norm.meta)
-        traced = [node.meta.get("eager_input_vals") for node in (product, norm)]
-        if all(traced):  # by these Inductor hands an operation its tensors with the strides that they had when traced
-            (first, _), (second, _) = traced
-            fused.meta["eager_input_vals"] = ((*first[:2], *second[1:]), {})
+        first, second = (node.meta.get("eager_input_vals") for node in (product, norm))
+        if first and second:  # by these Inductor hands an operation its tensors with the strides they had when traced
+            fused.meta["eager_input_vals"] = ((*first[0][:2], *second[0][1:]), {})
         norm.replace_all_uses_with(fused)
         graph.erase_node(norm)
         graph.erase_node(product)
