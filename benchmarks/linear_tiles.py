@@ -3,7 +3,7 @@
 Each product runs in a CUDA graph over weights that together exceed the L2 cache, with every tile that `tile_of` chooses
 for some product here; gate and up in one kernel stand against cuBLAS and a kernel for SiLU. The floor is the time that
 bytes need at 4.24 TB/s or arithmetic at 776 TFLOP/s. `chosen_us` is what `launch_tiled` does by itself, which for many
-rows may be programs that go from tile to tile. `--sustained S` runs that and cuBLAS for so many seconds each and reports
+rows may be programs that go from tile to tile. `--sustained S` runs that and cuBLAS for so many seconds each and tells
 their last tenth: long products of many rows draw all the power, and the clock falls.
 """
 

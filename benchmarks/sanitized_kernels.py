@@ -22,6 +22,7 @@ from fnllm_kernels.decode_attention import decode_attention
 from fnllm_kernels.grouped_linear import grouped_linear, grouped_outer
 from fnllm_kernels.invariant_linear import invariant_linear
 from fnllm_kernels.kv_store import copy_blocks, store_kv
+from fnllm_kernels.linear_add_norm import linear_add_rms_norm
 from fnllm_kernels.noise import mixed_keys
 from fnllm_kernels.norm import add_rms_norm, rms_norm
 from fnllm_kernels.qk_norm_rope_attention import qk_norm_rope_attention
@@ -159,6 +160,10 @@ def cases(fast: str) -> dict[str, tuple[Callable, tuple]]:
         "rms_norm": (lambda x, w: rms_norm(x, w, 1e-6), (normal(5, 72), normal(72))),
         "add_rms_norm": (lambda x, r, w: torch.stack(add_rms_norm(x, r, w, 1e-6)), (
             normal(5, 72), normal(5, 72), normal(72))),
+        "linear_add_rms_norm, in halves": (lambda x, w, r, n: torch.stack(linear_add_rms_norm(x, w, r, n, 1e-6)), (
+            normal(130, 4096), normal(3080, 4096), normal(130, 3080), normal(3080))),
+        "small_linear, gated, programs that stay": (lambda x, w: small_linear(x, w, gated=True), (
+            normal(1030, 72), normal(3504, 72))),
         "silu_mul": (silu_mul, (normal(5, 94),)),
         "invariant_linear": (invariant_linear, (normal(5, 72), normal(46, 72))),
         "grouped_linear": (grouped_linear, (normal(11, 72), normal(4, 46, 72), ints(3, 3, 10, 11))),
