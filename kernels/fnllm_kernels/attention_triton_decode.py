@@ -167,9 +167,6 @@ if triton is not None:
                     query = repeated(heads, GROUP, BLOCK_D, BLOCK_G)
                 else:
                     query = tl.load(row + (head * G + g) * D + d, mask=in_row, other=0.0)
-                # Rows of the tile beyond the group are zeros, weights included: the tensor cores spend less power on
-                # zeros, and where the machine is at its limit of power that is time.
-                top = tl.where(tl.arange(0, BLOCK_G) < G, top, 1e30)
                 for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
                     key = start + tl.arange(0, BLOCK_N)
                     # 64-bit offsets: a pool can hold more than 2^31 elements.
