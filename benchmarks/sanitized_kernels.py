@@ -182,7 +182,7 @@ def cases(fast: str) -> dict[str, tuple[Callable, tuple]]:
     for by_mass in (False, True):
         found[f"measure_above, {'mass' if by_mass else 'count'}"] = case_threshold(by_mass, True)
         found[f"reach, {'mass' if by_mass else 'count'}"] = case_threshold(by_mass, False)
-    for count in (300, 520):  # with two KV heads: pairs enough for larger tiles, and to run undivided
+    for count in (300, 450, 520):  # with two KV heads: pairs enough for larger tiles, and twice to run undivided
         contexts = *(1 + 11 * row % 28 for row in range(count)), 0
         found[f"paged_attention, triton, decode of {count}"] = case_attention(
             "triton", (1,) * count + (0,), contexts, 0

@@ -18,7 +18,7 @@ try:
 except ImportError:
     triton = None
 
-MANY_PAIRS = 1024  # of a sequence and a KV head: from here on they fill the machine undivided
+MANY_PAIRS = 832  # of a sequence and a KV head: from here on they fill the machine undivided
 HEADER = 4  # plan[0] is the keys per item; the rest keeps what follows aligned
 _DIRECT_CONTEXT = 4096  # the longest context for which one program per pair ends with the others
 _MOST_PROGRAMS = 4  # of any that `decode_tiling` gives
@@ -48,8 +48,8 @@ def decode_tiling(dtype: torch.dtype, head_dim: int, batch: int, num_kv_heads: i
     if dtype.itemsize > 2:
         return DecodeTiling(fewer, 4, 3, 64, 4) if pairs >= MANY_PAIRS else DecodeTiling(keys, 4, 2, 64, 4)
     if pairs >= MANY_PAIRS:
-        return DecodeTiling(fewer, 1, 3, 128, 4)
-    return DecodeTiling(keys, 4, 3, 128, 2) if 2 * pairs > MANY_PAIRS else DecodeTiling(fewer, 2, 3, 128, 4)
+        return DecodeTiling(fewer, 1, 4 if pairs <= 1024 else 3, 128, 4)
+    return DecodeTiling(keys, 4, 3, 128, 2) if pairs > 512 else DecodeTiling(fewer, 2, 3, 128, 4)
 
 
 def runs_direct(batch: int, num_kv_heads: int, max_context: int) -> bool:

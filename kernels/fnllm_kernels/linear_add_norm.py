@@ -50,17 +50,17 @@ def linear_halves(x: Float[Tensor, "T I"], w: Float[Tensor, "H I"]) -> Float32[T
 def halves_pay(rows: int, inputs: int, outputs: int) -> bool:
     """Whether two halves take less time than one product, for bf16 on an H200.
 
-    Measured for 4096 outputs under the power limit, without and with the parts' sum (us): 12288 inputs, at 160, 192
-    and 256 rows 40.0, 47.9 and 52.7 against 36.6, 40.1 and 49.5; 4096 inputs, at 160 rows 20.5 against 15.3, but from
-    192 rows on no gain, which leaves the norm's longer reading. 128 by 128 tiles of fewer than 3072 outputs would need
-    more than two parts to fill 132 multiprocessors. Up to 128 rows `small_linear` has tiles of its own.
+    Measured for 4096 outputs under the power limit, norm included (benchmarks/results/trials.json): with 12288 inputs 2
+    to 8 us less of 38 to 52, with 4096 up to 5 us less of 18 to 23, but nothing from 240 rows on. 128 by 128 tiles of
+    fewer than 3072 outputs would need more than two parts to fill 132 multiprocessors. Up to 128 rows `small_linear`
+    has tiles of its own.
 
-    >>> halves_pay(256, 12288, 4096), halves_pay(256, 4096, 4096), halves_pay(160, 4096, 4096)
+    >>> halves_pay(256, 12288, 4096), halves_pay(256, 4096, 4096), halves_pay(208, 4096, 4096)
     (True, False, True)
     """
     if not (3072 <= outputs <= 4096 and inputs % 128 == 0):
         return False
-    most = 256 if inputs >= 8192 else 160 if inputs >= 4096 else 0
+    most = 256 if inputs >= 8192 else 224 if inputs >= 4096 else 0
     return 129 <= rows <= most
 
 
