@@ -64,6 +64,29 @@ def test_a_call_takes_as_many_steps_as_its_longest_request(monkeypatch, blocks, 
     assert len(launched) == 10 and [one.index for one in chunks[:2]] == [0, 1]
 
 
+@pytest.mark.parametrize("on", [True, False])
+def test_python_s_collector_rests_while_generate_runs(on):
+    """A full collection may take half a second. It is as before once the call has ended, also by an error."""
+    seen = []
+
+    def fails_at_last(logits, ids):
+        seen.append(gc.isenabled())
+        return logits if len(seen) < 6 else logits * torch.nan
+
+    sampling = dataclasses.replace(SHORT, logits_fn=fails_at_last, max_tokens=50)
+    (gc.enable if on else gc.disable)()
+    try:
+        with pytest.raises(FloatingPointError):
+            fnllm.generate(tiny(), PROMPTS[:1], sampling, **SMALL)
+        assert gc.isenabled() == on and seen[0] == on and seen[1:] == [False] * (len(seen) - 1)
+        seen.clear()
+        with pytest.raises(FloatingPointError):
+            list(fnllm.stream(tiny(), PROMPTS[:1], sampling, **SMALL))
+        assert set(seen) == {on}  # what lies between two chunks is the caller's
+    finally:
+        gc.enable()
+
+
 def test_one_prompt_is_a_list_of_one():
     assert ids(fnllm.generate(tiny(), PROMPTS[0], SHORT, **SMALL)) == [plain_greedy(tiny(), PROMPTS[0], 6)]
     assert fnllm.generate(tiny(), [], SHORT, **SMALL) == []
