@@ -210,7 +210,7 @@ def alone(machine: Machine, chunks: Generator[Chunk, None, None]) -> Generator[C
 
     Young garbage, of functions that the caller put in, is looked for now and then.
     """
-    with machine.lock, collector_off():
+    with machine.lock, collector_off(), closing(chunks):  # cut short, they end before the lock is given back
         for count, chunk in enumerate(chunks, 1):
             yield chunk
             if count % 256 == 0:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import threading
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from tiny_models import GREEDY, WORDS, plain_greedy, speller, tiny
 
 import fnllm
 from fnllm import Sampling
-from fnllm.generation import longest_first
+from fnllm.generation import Call, longest_first, serve
 
 SMALL = {"max_model_len": 40, "max_num_seqs": 4, "block_size": 4}
 PROMPTS = [[5, 6, 7], [8], [5, 6, 7, 9, 10, 11, 12], [3, 1, 2, 4]]
@@ -85,6 +86,32 @@ def test_python_s_collector_rests_while_generate_runs(on):
         assert set(seen) == {on}  # what lies between two chunks is the caller's
     finally:
         gc.enable()
+
+
+def test_a_call_cut_short_settles_before_another_thread_may_step(monkeypatch):
+    """As by Ctrl-C between two completions: what still runs is dropped while the machine is the call's own."""
+    free = []
+    usual = fnllm.machine.Machine.rest_at
+
+    def rest_at(machine, state):
+        def locked():
+            taken = machine.lock.acquire(blocking=False)
+            if taken:
+                machine.lock.release()
+            free.append(taken)
+
+        other = threading.Thread(target=locked)
+        other.start()
+        other.join()
+        usual(machine, state)
+
+    monkeypatch.setattr(fnllm.machine.Machine, "rest_at", rest_at)
+    sampling = [dataclasses.replace(GREEDY, max_tokens=tokens) for tokens in (2, 20)]
+    call = Call(PROMPTS[:2], sampling, None, (), None, None, None, "raise", SMALL)
+    chunks = serve(tiny(), call, progress=False, live=False)
+    assert next(chunks).index == 0
+    chunks.close()
+    assert free == [False, False]  # as it begins and as it ends
 
 
 def test_one_prompt_is_a_list_of_one():
