@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
+NEVER = 2**31 - 1  # collections of the middle generation before one of all
+
 
 def set_aside(device: torch.device) -> contextlib.AbstractContextManager:
     """Within it neither inference mode nor autocast is on; costs nothing where they are off.
@@ -25,16 +27,17 @@ def set_aside(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 @contextlib.contextmanager
-def collector_off() -> Iterator[None]:
-    """Within it Python looks for garbage only when told to.
+def full_collections_off() -> Iterator[None]:
+    """Within it Python's collector looks through young objects alone, in all threads of the process.
 
     What compiling leaves alive, some 600,000 objects, takes it half a second to look through, and a GPU waits for the
-    next step as long. Steps leave no reference cycles, so that nothing but a caller's own functions needs it.
+    next step as long. Steps leave no reference cycles. Those that a caller's functions or threads leave may hold
+    tensors, and are found while they are young. Calls may overlap: the one that finds full collections off leaves them.
     """
-    on = gc.isenabled()
-    gc.disable()
+    usual = gc.get_threshold()
+    gc.set_threshold(*usual[:2], NEVER)
     try:
         yield
     finally:
-        if on:
-            gc.enable()
+        if usual[2] != NEVER:
+            gc.set_threshold(*usual)

@@ -1,13 +1,12 @@
 """`generate` and `stream`: prompts in, completions out, a short loop over the engine's step."""
 
-import gc
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any, NamedTuple, SupportsIndex
 
-from fnllm.ambient import collector_off
+from fnllm.ambient import full_collections_off
 from fnllm.capture import Capture, capture_bytes, captures_of_each, expand, union_of_sites
 from fnllm.completion import Chunk, Completion, failed
 from fnllm.distributed import agree
@@ -206,15 +205,9 @@ def bytes_captured(worker: Engine, one: Track) -> int:
 
 
 def alone(machine: Machine, chunks: Generator[Chunk, None, None]) -> Generator[Chunk, None, None]:
-    """The same chunks from a machine that no other thread steps meanwhile, which would cost both their cache.
-
-    Young garbage, of functions that the caller put in, is looked for now and then.
-    """
-    with machine.lock, collector_off(), closing(chunks):  # cut short, they end before the lock is given back
-        for count, chunk in enumerate(chunks, 1):
-            yield chunk
-            if count % 256 == 0:
-                gc.collect(1)
+    """The same chunks from a machine that no other thread steps meanwhile, which would cost both their cache."""
+    with machine.lock, full_collections_off():
+        yield from chunks  # and closes them, if cut short, before the lock is given back
 
 
 def run(

@@ -10,6 +10,7 @@ from tiny_models import GREEDY, WORDS, plain_greedy, speller, tiny
 
 import fnllm
 from fnllm import Sampling
+from fnllm.ambient import full_collections_off
 from fnllm.generation import Call, longest_first, serve
 
 SMALL = {"max_model_len": 40, "max_num_seqs": 4, "block_size": 4}
@@ -65,27 +66,62 @@ def test_a_call_takes_as_many_steps_as_its_longest_request(monkeypatch, blocks, 
     assert len(launched) == 10 and [one.index for one in chunks[:2]] == [0, 1]
 
 
-@pytest.mark.parametrize("on", [True, False])
-def test_python_s_collector_rests_while_generate_runs(on):
-    """A full collection may take half a second. It is as before once the call has ended, also by an error."""
+def test_python_s_full_collections_wait_while_generate_runs():
+    """One may take half a second. They are as before once the call has ended, also by an error."""
     seen = []
 
     def fails_at_last(logits, ids):
-        seen.append(gc.isenabled())
+        seen.append(gc.get_threshold())
         return logits if len(seen) < 6 else logits * torch.nan
 
     sampling = dataclasses.replace(SHORT, logits_fn=fails_at_last, max_tokens=50)
-    (gc.enable if on else gc.disable)()
+    usual = gc.get_threshold()
+    with pytest.raises(FloatingPointError):
+        fnllm.generate(tiny(), PROMPTS[:1], sampling, **SMALL)
+    assert gc.get_threshold() == seen[0] == usual
+    assert [one[:2] for one in seen] == [usual[:2]] * len(seen) and min(one[2] for one in seen[1:]) > 10**9
+    seen.clear()
+    with pytest.raises(FloatingPointError):
+        list(fnllm.stream(tiny(), PROMPTS[:1], sampling, **SMALL))
+    assert set(seen) == {usual}  # what lies between two chunks is the caller's
+
+
+def test_calls_that_overlap_leave_python_s_collector_as_it_was():
+    usual = gc.get_threshold()
+    first, second = full_collections_off(), full_collections_off()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert gc.get_threshold() == usual
+
+
+def test_a_caller_s_young_garbage_is_found_while_generate_runs():
+    """A function that leaves cycles round its logits would else fill the memory by the end of a long call."""
+    alive, most = set(), []
+
+    class Cycle:
+        def __init__(self, number):
+            self.number, self.itself = number, self
+            alive.add(number)
+
+        def __del__(self):
+            alive.discard(self.number)
+
+    def leaves_cycles(logits, ids):
+        for i in range(200):
+            Cycle(200 * len(most) + i)
+        most.append(len(alive))
+        return logits
+
+    sampling = dataclasses.replace(SHORT, logits_fn=leaves_cycles, max_tokens=30)
+    usual = gc.get_threshold()
+    gc.set_threshold(500, *usual[1:])
     try:
-        with pytest.raises(FloatingPointError):
-            fnllm.generate(tiny(), PROMPTS[:1], sampling, **SMALL)
-        assert gc.isenabled() == on and seen[0] == on and seen[1:] == [False] * (len(seen) - 1)
-        seen.clear()
-        with pytest.raises(FloatingPointError):
-            list(fnllm.stream(tiny(), PROMPTS[:1], sampling, **SMALL))
-        assert set(seen) == {on}  # what lies between two chunks is the caller's
+        fnllm.generate(tiny(), PROMPTS[:1], sampling, **SMALL)
     finally:
-        gc.enable()
+        gc.set_threshold(*usual)
+    assert len(most) >= 30 and max(most) < 3000
 
 
 def test_a_call_cut_short_settles_before_another_thread_may_step(monkeypatch):
