@@ -187,10 +187,10 @@ def longest_first(requests: Sequence[Request], config: SchedulerConfig) -> list[
     the caller's, since many long ones side by side would push each other out of it.
     """
     order = list(range(len(requests)))
-    longest = (min(len(one.prompt) + one.max_tokens, length_limit(config)) for one in requests)
+    longest = [min(len(one.prompt) + one.max_tokens, length_limit(config)) for one in requests]
     if sum(blocks_for(tokens, config.block_size) for tokens in longest) > config.num_blocks:
         return order
-    return sorted(order, key=lambda i: -requests[i].max_tokens)
+    return sorted(order, key=lambda i: len(requests[i].prompt) - longest[i])
 
 
 def bytes_captured(worker: Engine, one: Track) -> int:

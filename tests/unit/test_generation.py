@@ -48,7 +48,10 @@ def test_the_longest_run_first_where_the_cache_holds_all():
     assert longest_first(requests, config) == [0, 1, 2, 3, 4]  # 11 blocks: long ones would push each other out
     beyond = [fnllm.scheduler.Request((1,) * 3, tokens) for tokens in (1, 10**9)]  # ends with the cache: 9 blocks
     assert longest_first(beyond[1:] + beyond[1:], config) == [0, 1]
-    assert longest_first(beyond, dataclasses.replace(config, num_blocks=11)) == [1, 0]
+    roomy = dataclasses.replace(config, num_blocks=20)
+    assert longest_first(beyond, roomy) == [1, 0]
+    late = [fnllm.scheduler.Request((1,) * length, tokens) for length, tokens in ((30, 10**9), (3, 20))]
+    assert longest_first(late, roomy) == [1, 0]  # ends with the model's limit: 10 tokens
 
 
 @pytest.mark.parametrize(("blocks", "steps"), [(7, 8), (6, 10)])
