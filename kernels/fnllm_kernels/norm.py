@@ -121,12 +121,13 @@ def _norm_triton(
     total = y if residual is None else torch.empty_like(y)
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
+    x_row = x.stride(0) if x.dim() == 2 else width  # a single row of parts may call itself contiguous with any stride
     block = triton.next_power_of_2(width)
     if block > 65536:
         raise ValueError(f"rms_norm: width {width}; the kernel holds a row at once and takes at most 65536")
     if tokens:
         _norm_kernel[(tokens,)](
-            x, residual, weight, y, total, width, x.stride(-2), 0 if residual is None else residual.stride(0), eps,
+            x, residual, weight, y, total, width, x_row, 0 if residual is None else residual.stride(0), eps,
             PARTS=parts, ADD=residual is not None, BLOCK=block, num_warps=max(1, min(16, block // 256)),
             **launch_options(x.device, pdl),
         )  # fmt: skip

@@ -263,6 +263,11 @@ else:
         turned = x.transpose(1, 2).contiguous().transpose(1, 2)  # rows that do not follow each other
         assert all(map(torch.equal, norm._norm_triton(turned, residual, weight, 1e-5), (y, total)))
 
+    def test_norm_of_parts_of_a_single_row_whose_stride_says_nothing():
+        x, residual, weight = torch.randn(2, 6, 8)[:1, :2].transpose(0, 1), torch.randn(1, 8), torch.randn(8)
+        assert x.is_contiguous() and x.stride() == (8, 48, 1)
+        assert torch.equal(norm._norm_triton(x, residual, weight, 1e-5)[1], x[0] + x[1] + residual)
+
     @pytest.mark.parametrize("width", [3, 300])
     def test_silu_mul(width):
         gate_up = torch.randn(4, 2 * width)
