@@ -135,7 +135,7 @@ def launch_tiled(
         return out
     tma = fetches_tiles(x, w) if tma is None else tma
     limits = limits_of(x.device)
-    if tile is None and tma and keeps_busy(tokens, outputs, gated, *limits):
+    if tile is None and tma and x.element_size() == 2 and keeps_busy(tokens, outputs, gated, *limits):
         return launch_persistent(x, w, gated=gated, programs=limits.multiprocessors)
     if pdl is None and w.numel() > SMALL_WEIGHT:
         pdl = False  # 52 us become 59 where the next kernel's programs wait beside this one's (64 rows of 24576 x 4096)

@@ -107,6 +107,16 @@ else:
         found = launch_persistent(x, w, gated=True, programs=3)
         torch.testing.assert_close(found.double(), torch.nn.functional.silu(gate) * up, rtol=0.03, atol=0.01)
 
+    def test_programs_that_stay_are_for_16_bit_numbers(monkeypatch):
+        """They would round float32 operands, and need twice the memory that a multiprocessor has."""
+        called = []
+        monkeypatch.setattr("fnllm_kernels.tiled_linear.keeps_busy", lambda *a: True)
+        monkeypatch.setattr("fnllm_kernels.tiled_linear.launch_persistent", lambda *a, **k: called.append(a[0].dtype))
+        x, w = product_case(33, 64, 96, torch.float32, "cpu")
+        check_product(launch_tiled(x, w, tma=True), x, w, 1e-5)
+        launch_tiled(x.half(), w.half(), tma=True)
+        assert called == [torch.float16]
+
     def test_rows_that_do_not_follow_each_other_and_none():
         x, w = product_case(5, 32, 16, torch.float32, "cpu")
         wide = torch.zeros(5, 64)
