@@ -26,7 +26,7 @@ def fuse_norms(graph: fx.Graph) -> None:
             args = (*product.args[:2], *norm.args[1:])
             fused = graph.call_function(ops.fnllm.linear_add_rms_norm.default, args)
         fused.meta = dict(norm.meta)
-        first, second = (node.meta.get("eager_input_vals") for node in (product, norm))
+        first, second = product.meta.get("eager_input_vals"), fused.meta.pop("eager_input_vals", None)
         if first and second:  # by these Inductor hands an operation its tensors with the strides they had when traced
             fused.meta["eager_input_vals"] = ((*first[0][:2], *second[0][1:]), {})
         norm.replace_all_uses_with(fused)

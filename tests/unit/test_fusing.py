@@ -118,3 +118,14 @@ def test_the_compiler_knows_the_shapes_of_results_and_the_strides_of_operands():
     assert [tuple(result.shape) for result in fused.meta["val"]] == [(5, 8), (5, 8)]
     operands, named = fused.meta["eager_input_vals"]
     assert [tuple(a.stride()) for a in operands[:4]] == [(1, 5), (6, 1), (8, 1), (1,)] and named == {}
+
+
+def test_strides_that_the_product_s_node_does_not_tell_are_not_guessed():
+    """As where another pass made the node: the norm's own operands stand at other places."""
+    x, w, residual, weight, bias = inputs()
+    traced = make_fx(one, tracing_mode="symbolic")(x, w, residual, weight, bias)
+    (node,) = traced.graph.find_nodes(op="call_function", target=linear.default)
+    del node.meta["eager_input_vals"]
+    fuse_norms(traced.graph)
+    (fused,) = traced.graph.find_nodes(op="call_function", target=torch.ops.fnllm.linear_add_rms_norm.default)
+    assert "eager_input_vals" not in fused.meta and len(fused.meta["val"]) == 2
