@@ -21,8 +21,8 @@ CAPTURED_PREFILL = (64, 128, 256, 512, 1024, 2048)
 CAPTURED_ENTRIES = 8
 CAPTURED_MIXED = (256, 512, 1024, 2048, 4096)
 MOST_PADDING = 1024
-# Sequences of decode steps. From 16 on in steps of an eighth to a quarter, but 208 in place of 224: cuBLAS multiplies
-# 208 rows by a large weight in less time, and takes as long for 224 as for 256 (benchmarks/results/linear_tiles.json).
+# Sequences of decode steps. From 32 on in steps of a quarter at most; 208 and not 224, since cuBLAS multiplies 208 rows
+# by a large weight in less time and takes as long for 224 as for 256 (benchmarks/results/linear_tiles.json).
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 208, 256)
 SHORT_CONTEXT = 4096  # decode steps of only shorter sequences have graphs of their own: attention divides differently
 
