@@ -40,7 +40,8 @@ def decode_tiling(dtype: torch.dtype, head_dim: int, batch: int, num_kv_heads: i
     """The tiling for a problem; pure, static: the best of sweeps on an H200 over 2 to 120 sequences of 100 to 1600
     keys, and over the lengths of a mixed load in their order (benchmarks/results/decode_tilings.json).
 
-    A tile's keys and values fill shared memory `stages` deep: narrow heads take more keys, wide ones fewer.
+    A tile's keys and values fill shared memory `stages` deep: narrow heads take more keys, wide ones fewer. The bounds
+    are those of bfloat16; float32 was measured with few sequences only.
     """
     bytes_per_key = 2 * dtype.itemsize * max(16, 1 << (head_dim - 1).bit_length())
     keys = max(16, min(64, 32768 // bytes_per_key))
@@ -48,7 +49,7 @@ def decode_tiling(dtype: torch.dtype, head_dim: int, batch: int, num_kv_heads: i
     if dtype.itemsize > 2:
         return DecodeTiling(fewer, 4, 3, 64, 4) if pairs >= MANY_PAIRS else DecodeTiling(keys, 4, 2, 64, 4)
     if pairs >= MANY_PAIRS:
-        return DecodeTiling(fewer, 1, 4 if pairs <= 1024 else 3, 128, 4)
+        return DecodeTiling(fewer, 1, 4 if pairs <= 1024 and head_dim <= 256 else 3, 128, 4)
     return DecodeTiling(keys, 4, 3, 128, 2) if pairs > 512 else DecodeTiling(fewer, 2, 3, 128, 4)
 
 

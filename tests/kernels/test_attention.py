@@ -142,6 +142,7 @@ def test_decode_tiling_by_pairs_of_a_sequence_and_a_head():
             129: (narrow, 1, 3, 128, 4),
         }.items():
             assert decode_tiling(torch.bfloat16, head_dim, batch, 8) == tiling
+    assert decode_tiling(torch.bfloat16, 512, 104, 8) == (16, 1, 3, 128, 4)  # four stages would take 128 KB
     assert decode_tiling(torch.float32, 64, 103, 8) == (64, 4, 2, 64, 4)
     assert decode_tiling(torch.float32, 64, 104, 8) == (32, 4, 3, 64, 4)
 
