@@ -38,7 +38,8 @@ def launch_persistent(
     """x @ w.T, with `gated` silu(gate) * up of w's two halves; for matrices that TMA can fetch and `keeps_busy` takes.
 
     At 8192 rows of 24576 x 4096 on an H200, gated: 2,299 us, cuBLAS and SiLU 2,435; at its limit of power 2,456 against
-    2,655, and 2,545 against 2,547 in another run. Without gates as long as cuBLAS (benchmarks/results/linear_tiles.json).
+    2,655, and 2,545 against 2,547 in another run. Without gates as long as cuBLAS
+    (benchmarks/results/linear_tiles.json).
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
