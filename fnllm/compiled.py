@@ -169,7 +169,7 @@ class StepRunner:
 
 
 def inductor_options() -> dict[str, Any]:
-    """What the compiler must do, `fuse_norms`, in the place of a pass set in Inductor's own config; and what it must not.
+    """What the compiler must do, `fuse_norms`, in place of a pass set in Inductor's own config, and what it must not.
 
     Its reordering of a graph for the peak of memory loses sight of what is written in place: it put a kernel that reads
     an all-reduce's result before the all-reduce (torch 2.13, two ranks, edits and captures in one step).
