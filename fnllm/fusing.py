@@ -1,4 +1,4 @@
-"""What a compiled step does in one operation where the layers name two: a pure function over its graph.
+"""What a compiled step does in one operation where the layers name two: a function that sees its graph alone.
 
 Layers and the sites between them stay as they are. Only where nobody looks at a product but the norm behind it, as the
 traced graph shows, is it a part of that norm.

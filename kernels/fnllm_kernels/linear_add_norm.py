@@ -9,10 +9,10 @@ Axes: T packed tokens, I inputs, H outputs (hidden).
 
 import torch
 from jaxtyping import Float, Float32
-from torch import Tensor
+from torch import Tensor, library
 
-from fnllm_kernels.norm import add_rms_norm_reference, run_add_rms_norm
-from fnllm_kernels.small_linear import check_linear, linear_reference, run_linear
+from fnllm_kernels.norm import run_add_rms_norm
+from fnllm_kernels.small_linear import check_linear, run_linear
 
 
 def linear_add_rms_norm(
@@ -22,22 +22,11 @@ def linear_add_rms_norm(
     weight: Float[Tensor, " H"],
     eps: float,
 ) -> tuple[Float[Tensor, "T H"], Float[Tensor, "T H"]]:
-    """add_rms_norm(small_linear(x, w), residual, weight, eps), with the same roundings.
+    """add_rms_norm(small_linear(x, w), residual, weight, eps), with the same roundings; on a CPU in plain torch.
 
     Raises ValueError for operands that do not fit, TypeError for mixed dtypes.
     """
     return _linear_add_rms_norm_op(x, w, residual, weight, eps)
-
-
-def linear_add_rms_norm_reference(
-    x: Float[Tensor, "T I"],
-    w: Float[Tensor, "H I"],
-    residual: Float[Tensor, "T H"],
-    weight: Float[Tensor, " H"],
-    eps: float,
-) -> tuple[Float[Tensor, "T H"], Float[Tensor, "T H"]]:
-    """Plain torch of `linear_add_rms_norm`."""
-    return add_rms_norm_reference(linear_reference(x, w), residual, weight, eps)
 
 
 def linear_halves(x: Float[Tensor, "T I"], w: Float[Tensor, "H I"]) -> Float32[Tensor, "2 T H"]:
@@ -51,9 +40,9 @@ def halves_pay(rows: int, inputs: int, outputs: int) -> bool:
     """Whether two halves take less time than one product, for bf16 on an H200.
 
     Measured for 4096 outputs under the power limit, norm included (benchmarks/results/trials.json): with 12288 inputs 2
-    to 8 us less of 38 to 52, with 4096 up to 5 us less of 18 to 23, but nothing from 240 rows on. 128 by 128 tiles of
-    fewer than 3072 outputs would need more than two parts to fill 132 multiprocessors. Up to 128 rows `small_linear`
-    has tiles of its own.
+    to 7 us less of 38 to 52, with 4096 up to 5 us less of 16 to 23, but nothing at 129 and from 240 rows on. 128 by 128
+    tiles of fewer than 3072 outputs would need more than two parts to fill 132 multiprocessors. Up to 128 rows
+    `small_linear` has tiles of its own.
 
     >>> halves_pay(256, 12288, 4096), halves_pay(256, 4096, 4096), halves_pay(208, 4096, 4096)
     (True, False, True)
@@ -71,7 +60,7 @@ def prefers_halves(x: Tensor, w: Tensor) -> bool:
     return halves_pay(*x.shape, w.shape[0]) and torch.cuda.get_device_capability(x.device)[0] >= 9
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "fnllm::linear_add_rms_norm",
     mutates_args=(),
     schema="(Tensor x, Tensor w, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",

@@ -130,9 +130,8 @@ def launch_tiled(
     """
     x, w = x.contiguous(), w.contiguous()
     (tokens, inputs), outputs = x.shape, w.shape[0] // 2 if gated else w.shape[0]
-    out = x.new_empty(tokens, outputs)
-    if not out.numel():
-        return out
+    if not tokens * outputs:
+        return x.new_empty(tokens, outputs)
     tma = fetches_tiles(x, w) if tma is None else tma
     limits = limits_of(x.device)
     if tile is None and tma and x.element_size() == 2 and keeps_busy(tokens, outputs, gated, *limits):
@@ -142,7 +141,7 @@ def launch_tiled(
     if tile is None:
         tile = tile_of(tokens, outputs, gated=gated, itemsize=x.element_size(), limits=limits)
     early = tokens > 16 if early is None else early
-    sources = x, w
+    out, sources = x.new_empty(tokens, outputs), (x, w)
     if tma:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
