@@ -2,7 +2,7 @@
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -27,17 +27,23 @@ def set_aside(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 @contextlib.contextmanager
-def full_collections_off() -> Iterator[None]:
+def full_collections_off(graphs_traced: Callable[[], int]) -> Iterator[None]:
     """Within it Python's collector looks through young objects alone, in all threads of the process.
 
     What compiling leaves alive, some 600,000 objects, takes it half a second to look through, and a GPU waits for the
     next step as long. Steps leave no reference cycles. Those that a caller's functions or threads leave may hold
     tensors, and are found while they are young. Calls may overlap: the one that finds full collections off leaves them.
+
+    The collection that tracing a graph makes due is made at the end, and not in the middle of what the caller does
+    next. Python makes the one after it when a quarter more objects live.
     """
     usual = gc.get_threshold()
     gc.set_threshold(*usual[:2], NEVER)
+    traced = graphs_traced()
     try:
         yield
     finally:
         if usual[2] != NEVER:
             gc.set_threshold(*usual)
+            if gc.isenabled() and graphs_traced() != traced:
+                gc.collect()

@@ -206,7 +206,7 @@ def bytes_captured(worker: Engine, one: Track) -> int:
 
 def alone(machine: Machine, chunks: Generator[Chunk, None, None]) -> Generator[Chunk, None, None]:
     """The same chunks from a machine that no other thread steps meanwhile, which would cost both their cache."""
-    with machine.lock, full_collections_off():
+    with machine.lock, full_collections_off(machine.graphs_traced):
         yield from chunks  # and closes them, if cut short, before the lock is given back
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from fnllm.ambient import full_collections_off
 from fnllm.buckets import common_buckets, context_bound, pad_to_power, padded, padding
 from fnllm.cache import allocate, block_bytes, blocks_that_fit, host_memory, zero_broken_blocks
-from fnllm.compiled import Report, Resident, StepRunner
+from fnllm.compiled import Report, Resident, StepRunner, graphs_traced
 from fnllm.distributed import least
 from fnllm.edits import Channel
 from fnllm.held import Versions, held_tensors, tensors_of
@@ -90,6 +91,10 @@ class Machine:
     def asynchronous(self) -> bool:
         """Whether a launched step runs while the host goes on."""
         return self.device.type == "cuda"
+
+    def graphs_traced(self) -> int:
+        """How many graphs torch.compile has made in this process; 0 where this machine's steps are not compiled."""
+        return graphs_traced() if self.settings.traced else 0
 
     def tell(self, report: Report) -> None:
         """From now on, tell this of what is built for those who do not say whom to tell."""
@@ -301,7 +306,7 @@ class Machine:
         if not self.settings.captured:
             return
         runner, scratch = self.runner(variant, rounded(features), params.tree), self.settings.max_num_seqs
-        with torch.no_grad():
+        with torch.no_grad(), full_collections_off(self.graphs_traced):
             for bucket in common_buckets(self.settings):
                 empty = padding(bucket.entries, bucket.tokens, None, scratch)
                 runner(params.tree, empty, max_context=bucket.max_context, as_graph=True, report=report)

@@ -5,7 +5,6 @@ those of the plain functions.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from fnllm import layers as plain
 from fnllm.context import Context
 from fnllm.layers import Layers
 from fnllm.packed_attention import packed_attention
-from fnllm.tensor_parallel import TensorParallel
+from fnllm.tensor_parallel import Ordered, TensorParallel
 from fnllm_kernels.attention import paged_attention
 from fnllm_kernels.invariant_linear import invariant_linear
 from fnllm_kernels.norm import rms_norm
@@ -55,31 +54,6 @@ def by_kernels(x: Tensor) -> bool:
 def exchanges_for(tp: TensorParallel, numerics: str) -> TensorParallel:
     """The exchanges that the mode needs: sums over the ranks in rank order."""
     return tp if numerics == "default" or tp.size == 1 else Ordered(tp)
-
-
-@dataclass(frozen=True)
-class Ordered:
-    """A `TensorParallel` that adds sums in rank order: an all-reduce may cut and order them by the batch's size."""
-
-    inner: TensorParallel
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        parts = self.inner.all_gather(x[None], 0).unbind()
-        return sum(parts[1:], parts[0])
-
-    def all_reduce_max(self, x: Tensor) -> Tensor:
-        return self.inner.all_reduce_max(x)
-
-    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        return self.inner.all_gather(x, dim)
 
 
 class Substitute(torch.autograd.Function):

@@ -125,11 +125,10 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Counting:
-    """A `TensorParallel` that notes its exchanges in `calls`; for eager tests, since a graph notes only its tracing."""
+class Through:
+    """The exchanges of `inner`, but those that a subclass makes in another way."""
 
     inner: TensorParallel
-    calls: list[Call] = field(default_factory=list)
 
     @property
     def rank(self) -> int:
@@ -140,16 +139,41 @@ class Counting:
         return self.inner.size
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        self.calls.append(Call("all_reduce", tuple(x.shape)))
         return self.inner.all_reduce(x)
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
-        self.calls.append(Call("all_reduce_max", tuple(x.shape)))
         return self.inner.all_reduce_max(x)
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        self.calls.append(Call("all_gather", tuple(x.shape)))
         return self.inner.all_gather(x, dim)
+
+
+@dataclass(frozen=True)
+class Ordered(Through):
+    """A `TensorParallel` that adds sums in rank order: an all-reduce may cut and order them by the batch's size."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        parts = self.inner.all_gather(x[None], 0).unbind()
+        return sum(parts[1:], parts[0])
+
+
+@dataclass(frozen=True, eq=False)
+class Counting(Through):
+    """A `TensorParallel` that notes its exchanges in `calls`; for eager tests, since a graph notes only its tracing."""
+
+    calls: list[Call] = field(default_factory=list)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.calls.append(Call("all_reduce", tuple(x.shape)))
+        return super().all_reduce(x)
+
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        self.calls.append(Call("all_reduce_max", tuple(x.shape)))
+        return super().all_reduce_max(x)
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        self.calls.append(Call("all_gather", tuple(x.shape)))
+        return super().all_gather(x, dim)
 
 
 def counting(tp: TensorParallel) -> Counting:

@@ -91,12 +91,28 @@ def test_python_s_full_collections_wait_while_generate_runs():
 
 def test_calls_that_overlap_leave_python_s_collector_as_it_was():
     usual = gc.get_threshold()
-    first, second = full_collections_off(), full_collections_off()
+    first, second = full_collections_off(lambda: 0), full_collections_off(lambda: 0)
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
     second.__exit__(None, None, None)
     assert gc.get_threshold() == usual
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_full_collection_follows_what_was_traced_and_nothing_else(enabled):
+    def made(traced):
+        begun = gc.get_stats()[2]["collections"]
+        with full_collections_off(lambda: traced.pop(0)):
+            pass
+        return gc.get_stats()[2]["collections"] - begun
+
+    was = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        assert (made([2, 3]), made([3, 3])) == (int(enabled), 0)
+    finally:
+        (gc.enable if was else gc.disable)()
 
 
 def test_a_caller_s_young_garbage_is_found_while_generate_runs():

@@ -9,7 +9,8 @@ from gpu_cases import prompts_of as drawn_prompts
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fnllm
-from fnllm.numerics import Ordered, heads_by_kernel, layers_for
+from fnllm.numerics import heads_by_kernel, layers_for
+from fnllm.tensor_parallel import Ordered
 from fnllm_kernels.attention import paged_attention
 from fnllm_kernels.invariant_linear import invariant_linear
 
