@@ -43,8 +43,14 @@ def interruptible() -> Iterator[Interrupt]:
         signal.signal(signal.SIGINT, before)
 
 
-def chat(params: Any, sampling: Any, *, system: str | None = None, chat_options: Mapping[str, Any] | None = None,
-         engine_options: Mapping[str, Any] | None = None) -> int:
+def chat(
+    params: Any,
+    sampling: Any,
+    *,
+    system: str | None = None,
+    chat_options: Mapping[str, Any] | None = None,
+    engine_options: Mapping[str, Any] | None = None,
+) -> int:
     """Read messages and answer them until /exit. Raises ValueError for a model that cannot chat."""
     if params.tokenizer is None or not params.tokenizer.chat_templates:
         raise ValueError(NO_TEMPLATE)
@@ -78,8 +84,14 @@ def ask() -> str | None:
         return ""
 
 
-def turn(params: Any, sampling: Any, history: Messages, text: str, chat_options: Mapping[str, Any],
-         engine_options: Mapping[str, Any]) -> Messages:
+def turn(
+    params: Any,
+    sampling: Any,
+    history: Messages,
+    text: str,
+    chat_options: Mapping[str, Any],
+    engine_options: Mapping[str, Any],
+) -> Messages:
     """Answer one message on the terminal; returns the chat with both. A refused message leaves the chat as it was."""
     import fnllm
 

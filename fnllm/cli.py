@@ -78,8 +78,13 @@ def add_sampling_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--min-p", type=float, metavar="P", help="drop tokens less likely than P times the best")
     command.add_argument("--repetition-penalty", type=float, metavar="R", help="above 1 discourages repetition")
     command.add_argument("--seed", type=int, help="makes sampling repeatable")
-    command.add_argument("--stop", action="append", metavar="TEXT", type=unescaped,
-                         help=r"end before this text, which may have \n and \t in it; may be given several times")
+    command.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        type=unescaped,
+        help=r"end before this text, which may have \n and \t in it; may be given several times",
+    )
 
 
 def unescaped(text: str) -> str:
@@ -136,8 +141,13 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
         params = load(args)
         chat_options = {"enable_thinking": False} if args.no_think else {}
-        return chat(params, sampling_of(args, params, max_tokens=1024), system=args.system, chat_options=chat_options,
-                    engine_options=given(args, ENGINE_OPTIONS))
+        return chat(
+            params,
+            sampling_of(args, params, max_tokens=1024),
+            system=args.system,
+            chat_options=chat_options,
+            engine_options=given(args, ENGINE_OPTIONS),
+        )
     if args.tp < 1:
         raise ValueError(f"--tp must be 1 or more, found {args.tp}")
     if args.prompt is None and sys.stdin.isatty():
@@ -158,8 +168,12 @@ def generate(args: argparse.Namespace) -> int:
     sampling = sampling_of(args, params)
     shown = os.environ.get("RANK", "0") == "0"  # every rank makes the same text
     texts: dict[int, list[str]] = {}
-    for chunk in fnllm.stream(params, [[{"role": "user", "content": prompt}] if args.chat else prompt], sampling,
-                              **given(args, ENGINE_OPTIONS)):
+    for chunk in fnllm.stream(
+        params,
+        [[{"role": "user", "content": prompt}] if args.chat else prompt],
+        sampling,
+        **given(args, ENGINE_OPTIONS),
+    ):
         if not shown:
             continue
         if sampling.n == 1:
@@ -175,8 +189,10 @@ def generate(args: argparse.Namespace) -> int:
 def summary(completion: Any) -> str:
     """One line on how a completion went."""
     rates = (("prefill", completion.prefill_tokens_per_second), ("decode", completion.decode_tokens_per_second))
-    parts = [f"{completion.finish_reason} after {len(completion.token_ids)} tokens",
-             *(f"{name} {value:,.0f} tok/s" for name, value in rates if value is not None)]
+    parts = [
+        f"{completion.finish_reason} after {len(completion.token_ids)} tokens",
+        *(f"{name} {value:,.0f} tok/s" for name, value in rates if value is not None),
+    ]
     return f"[{', '.join(parts)}]"
 
 

@@ -31,19 +31,29 @@ def report(path: str, config: ModelConfig, headers: Mapping[str, TensorInfo], to
         ("model", f"{path} ({config.architecture})"),
         ("parameters", f"{parameter_count(config):,}{', head tied to the embedding' * config.tie_word_embeddings}"),
         ("layers", f"{config.num_hidden_layers} of hidden size {config.hidden_size}, MLP {config.intermediate_size}"),
-        ("attention", f"{config.num_attention_heads} query heads, {config.num_key_value_heads} KV heads, size "
-                      f"{config.head_dim}{windows(config)}"),
-        ("positions", f"{config.max_position_embeddings:,}, RoPE {config.rope.rope_type}, theta "
-                      f"{config.rope.rope_theta:g}"),
+        (
+            "attention",
+            f"{config.num_attention_heads} query heads, {config.num_key_value_heads} KV heads, size "
+            f"{config.head_dim}{windows(config)}",
+        ),
+        (
+            "positions",
+            f"{config.max_position_embeddings:,}, RoPE {config.rope.rope_type}, theta {config.rope.rope_theta:g}",
+        ),
         ("vocabulary", vocabulary(config, tokenizer)),
-        ("KV cache", f"{kv_bytes(config) / 1024:,.1f} KiB per token in 16 bits, "
-                     f"{kv_bytes(config) * config.max_position_embeddings / 2**30:.2f} GiB for a full sequence"),
+        (
+            "KV cache",
+            f"{kv_bytes(config) / 1024:,.1f} KiB per token in 16 bits, "
+            f"{kv_bytes(config) * config.max_position_embeddings / 2**30:.2f} GiB for a full sequence",
+        ),
         ("weights", weights(headers)),
         ("defaults", ", ".join(f"{name} {value}" for name, value in config.generation_defaults) or "none"),
     ]
     if config.num_experts:
-        experts = (f"{config.num_experts}, {config.num_experts_per_tok} per token, width "
-                   f"{config.moe_intermediate_size}, in {sum(config.sparse_layers)} layers")
+        experts = (
+            f"{config.num_experts}, {config.num_experts_per_tok} per token, width "
+            f"{config.moe_intermediate_size}, in {sum(config.sparse_layers)} layers"
+        )
         rows.insert(4, ("experts", experts))
     return "\n".join(f"{name:<11} {value}" for name, value in rows)
 
@@ -81,5 +91,7 @@ def weights(headers: Mapping[str, TensorInfo]) -> str:
     for info in headers.values():
         sizes[info.dtype] += math.prod(info.shape) * BYTES.get(info.dtype, 0)
     files = len({info.file for info in headers.values()})
-    return (f"{sum(sizes.values()) / 1e9:.3f} GB ({', '.join(sorted(sizes))}), {len(headers)} tensors, "
-            f"{files} file{'s' * (files > 1)}")
+    return (
+        f"{sum(sizes.values()) / 1e9:.3f} GB ({', '.join(sorted(sizes))}), {len(headers)} tensors, "
+        f"{files} file{'s' * (files > 1)}"
+    )

@@ -11,8 +11,14 @@ from fnllm_weights.tokenizer import Tokenizer, check_text
 FORMS = "text, a list of token ids, or a chat (a list of {'role': ..., 'content': ...})"
 
 
-def normalise(prompts: Any, tokenizer: Tokenizer | None, vocab_size: int, *, errors: str = "raise",
-              chat: Mapping[str, Any] | None = None) -> tuple[TokenIds | Exception, ...]:
+def normalise(
+    prompts: Any,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    *,
+    errors: str = "raise",
+    chat: Mapping[str, Any] | None = None,
+) -> tuple[TokenIds | Exception, ...]:
     """The ids of one prompt, or of each in a list of prompts.
 
     A list whose first element is an integer is one prompt of ids, one whose first element is a dict is one chat; a
@@ -25,16 +31,19 @@ def normalise(prompts: Any, tokenizer: Tokenizer | None, vocab_size: int, *, err
         raise ValueError(f"errors must be 'raise' or 'return', found {errors!r}")
     listed, single = _listed(prompts)
     where = ["prompt" if single else f"prompts[{i}]" for i in range(len(listed))]
-    found: list[Any] = [_attempt(name, _to_ids, prompt, tokenizer, chat or {})
-                        for name, prompt in zip(where, listed, strict=True)]
+    found: list[Any] = [
+        _attempt(name, _to_ids, prompt, tokenizer, chat or {}) for name, prompt in zip(where, listed, strict=True)
+    ]
     # Texts go to the tokenizer together, which uses every core on them.
     texts = [i for i, item in enumerate(found) if isinstance(item, str)]
     if texts:
         assert tokenizer is not None  # _to_ids refuses text without one
         for i, ids in zip(texts, tokenizer.encode_all([found[i] for i in texts]), strict=True):
             found[i] = ids
-    checked = tuple(item if isinstance(item, Exception) else _attempt(name, _checked_ids, item, vocab_size)
-                    for name, item in zip(where, found, strict=True))
+    checked = tuple(
+        item if isinstance(item, Exception) else _attempt(name, _checked_ids, item, vocab_size)
+        for name, item in zip(where, found, strict=True)
+    )
     if errors == "raise":
         for item in checked:
             if isinstance(item, Exception):
@@ -55,8 +64,10 @@ def pair_sampling(count: int, sampling: Any) -> tuple[Sampling, ...]:
         if not isinstance(item, Sampling):
             raise TypeError(f"sampling[{i}] must be a Sampling, found {kind(item)}")
     if len(sampling) != count:
-        raise ValueError(f"{count} prompts and {len(sampling)} sampling settings; give one Sampling for all prompts, "
-                         "or a list with one for each")
+        raise ValueError(
+            f"{count} prompts and {len(sampling)} sampling settings; give one Sampling for all prompts, "
+            "or a list with one for each"
+        )
     return tuple(sampling)
 
 
@@ -77,8 +88,10 @@ def _listed(prompts: Any) -> tuple[list[Any], bool]:
             return [prompts], True
         if prompts.ndim == 1:
             return prompts.tolist(), False
-        raise TypeError(f"prompts must be {FORMS}, or a list of these; found an array of shape {tuple(prompts.shape)}; "
-                        "give a list of one-axis arrays without padding")
+        raise TypeError(
+            f"prompts must be {FORMS}, or a list of these; found an array of shape {tuple(prompts.shape)}; "
+            "give a list of one-axis arrays without padding"
+        )
     if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Sequence):
         advice = "; decode it to text first" if isinstance(prompts, bytes) else ""
         advice = "; put a message into a list to make a chat" if isinstance(prompts, Mapping) else advice
@@ -132,8 +145,9 @@ def _checked_ids(ids: Sequence[Any], vocab_size: int) -> TokenIds:
     checked = token_ids(ids, vocab_size)
     if checked is None:
         position, id = next((p, i) for p, i in enumerate(ids) if not 0 <= i < vocab_size)
-        raise ValueError(f"token id {id} at position {position} is outside the vocabulary: ids are 0 to "
-                         f"{vocab_size - 1}")
+        raise ValueError(
+            f"token id {id} at position {position} is outside the vocabulary: ids are 0 to {vocab_size - 1}"
+        )
     return checked
 
 

@@ -43,8 +43,10 @@ def named_options(cls: type[T]) -> type[T]:
     @functools.wraps(plain)
     def checked(self: Any, *args: Any, **options: Any) -> None:
         if args:
-            raise TypeError(f"{cls.__name__} takes named options only, as in {cls.__name__}({allowed[0]}=...); "
-                            f"found {args[0]!r} without a name")
+            raise TypeError(
+                f"{cls.__name__} takes named options only, as in {cls.__name__}({allowed[0]}=...); "
+                f"found {args[0]!r} without a name"
+            )
         for name in options:
             if name not in allowed:
                 raise unknown_option(cls.__name__, name, allowed)
@@ -102,23 +104,29 @@ class Sampling:
             "include_stop": _flag("include_stop", self.include_stop),
             "n": _integer("n", self.n, low=1),
             "logprobs": None if self.logprobs is None else _integer("logprobs", self.logprobs, low=0),
-            "prompt_logprobs": None if self.prompt_logprobs is None
+            "prompt_logprobs": None
+            if self.prompt_logprobs is None
             else _integer("prompt_logprobs", self.prompt_logprobs, low=0),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
         if self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; "
-                             "lower min_tokens or raise max_tokens")
+            raise ValueError(
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; "
+                "lower min_tokens or raise max_tokens"
+            )
         if self.logits_fn is not None and not callable(self.logits_fn):
-            raise TypeError(f"logits_fn must be a function (logits, history) -> logits or None, "
-                            f"found {_shown(self.logits_fn)}")
+            raise TypeError(
+                f"logits_fn must be a function (logits, history) -> logits or None, found {_shown(self.logits_fn)}"
+            )
         try:
             hash(self.logits_fn)
         except TypeError:
-            raise TypeError(f"logits_fn must be hashable, since compiled steps are kept by it, and "
-                            f"{type(self.logits_fn).__name__} is not; define it with @dataclass(frozen=True), or with "
-                            "__hash__ beside __eq__") from None
+            raise TypeError(
+                f"logits_fn must be hashable, since compiled steps are kept by it, and "
+                f"{type(self.logits_fn).__name__} is not; define it with @dataclass(frozen=True), or with "
+                "__hash__ beside __eq__"
+            ) from None
 
 
 def check_sampling(sampling: Any, *, vocab_size: int, has_tokenizer: bool = True) -> None:
@@ -182,8 +190,9 @@ def _integer(name: str, value: Any, *, low: int, high: int | None = None, hint: 
     return number
 
 
-def _number(name: str, value: Any, *, low: float | None = None, above: float | None = None,
-            high: float | None = None) -> float:
+def _number(
+    name: str, value: Any, *, low: float | None = None, above: float | None = None, high: float | None = None
+) -> float:
     bounds = [f"{sign} {bound:g}" for sign, bound in ((">=", low), (">", above), ("<=", high)) if bound is not None]
     allowed = "a finite number" + (" " + " and ".join(bounds) if bounds else "")
     if _is_bool(value) or isinstance(value, (str, bytes)):
@@ -192,8 +201,7 @@ def _number(name: str, value: Any, *, low: float | None = None, above: float | N
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         raise TypeError(f"{name} must be {allowed}, found {_shown(value)}") from None
-    inside = ((low is None or number >= low) and (above is None or number > above)
-              and (high is None or number <= high))
+    inside = (low is None or number >= low) and (above is None or number > above) and (high is None or number <= high)
     if not math.isfinite(number) or not inside:
         raise ValueError(f"{name} must be {allowed}, found {number:g}")
     return number

@@ -131,9 +131,7 @@ def close(
         error=named(error, one) if ended_by is None else None,
         **captured_until(one, len(one.prompt) + one.fed),
     )
-    return Chunk(
-        index=one.index, sample=one.sample, text=text, token_ids=new[already : one.fed], completion=completion
-    )
+    return Chunk(index=one.index, sample=one.sample, text=text, token_ids=new[already : one.fed], completion=completion)
 
 
 def named(error: Exception | None, one: Track) -> Exception | None:

@@ -50,9 +50,7 @@ def try_step(tree: ParamTree, resident: Resident, spec: StepSpec, *, traced: boo
     check_reached(spec.layers, sites, reached | output.captured.keys())
 
 
-def try_logits_fn(
-    function: Callable[..., Any], vocab_size: int, device: torch.device, *, traced: bool
-) -> None:
+def try_logits_fn(function: Callable[..., Any], vocab_size: int, device: torch.device, *, traced: bool) -> None:
     """Call a request's logits_fn on some logits and a history of one token each; raises as `try_step`."""
     logits = torch.linspace(-4, 4, TOKENS * vocab_size, dtype=torch.float32, device=device).view(TOKENS, vocab_size)
     one = torch.ones(TOKENS, dtype=torch.int64, device=device)
@@ -73,9 +71,7 @@ def watched_layers(layers: Layers, *, traced: bool = False) -> Layers:
     return layers._replace(**changed)
 
 
-def watched_edits(
-    channels: Sequence[Channel], reached: set[str], traced: Layers | None = None
-) -> tuple[Channel, ...]:
+def watched_edits(channels: Sequence[Channel], reached: set[str], traced: Layers | None = None) -> tuple[Channel, ...]:
     """The channels with every function watched; the sites at which one is called are put into `reached`."""
 
     def watch(channel: Channel) -> Channel:

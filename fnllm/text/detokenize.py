@@ -79,7 +79,7 @@ def push(detok: Detok, ids: Iterable[int]) -> tuple[Detok, str]:
     if not ready:
         return Detok(tokenizer, pieces, tail, context, waiting), ""
     # One id is enough context: decoders treat the first token of a text differently, and no later one.
-    after = Detok(tokenizer, pieces, tail, waiting[ready - 1:ready], waiting[ready:])
+    after = Detok(tokenizer, pieces, tail, waiting[ready - 1 : ready], waiting[ready:])
     return after, _text_after(tokenizer, context, waiting[:ready])
 
 
@@ -94,7 +94,7 @@ def _text_after(tokenizer: Tokenizer, context: tuple[int, ...], ids: tuple[int, 
     if not ids:
         return ""
     before = tokenizer.decode(context, False) if context else ""
-    return tokenizer.decode(context + ids, False)[len(before):]
+    return tokenizer.decode(context + ids, False)[len(before) :]
 
 
 def _byte_run_length(pieces: Pieces, ids: tuple[int, ...]) -> int:

@@ -38,7 +38,7 @@ def push(state: StopState, text: str, armed: bool = True) -> tuple[StopState, st
     match = _first_match(stops, buffer, len(held)) if armed else None
     if match is not None:
         begin, stop = match
-        return StopState(stops, include, "", stop), buffer[:begin + len(stop) if include else begin]
+        return StopState(stops, include, "", stop), buffer[: begin + len(stop) if include else begin]
     shown = len(buffer) - held_length(stops, buffer)
     if shown == len(buffer) and not held:
         return state, buffer

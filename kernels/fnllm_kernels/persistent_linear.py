@@ -70,9 +70,7 @@ if triton is not None:
         WIDTH: tl.constexpr = OUTPUTS if GATED else 2 * OUTPUTS
         all_rows = tl.cdiv(tokens, ROWS)
         in_group = GROUP * tl.cdiv(outputs, WIDTH)
-        for tile in tl.range(
-            tl.program_id(0), all_rows * tl.cdiv(outputs, WIDTH), tl.num_programs(0), flatten=True
-        ):
+        for tile in tl.range(tl.program_id(0), all_rows * tl.cdiv(outputs, WIDTH), tl.num_programs(0), flatten=True):
             first = tile // in_group * GROUP
             group = tl.minimum(all_rows - first, GROUP)
             # A last tile lies over the one before rather than past the end: both write the same there.

@@ -16,12 +16,24 @@ ORIGINAL = 32  # positions before scaling
 ROPES = (
     None,
     {"rope_type": "linear", "factor": 3.0},
-    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-     "original_max_position_embeddings": ORIGINAL},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL,
+    },
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL, "attention_factor": 1.0},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL, "mscale": 0.7,
-     "mscale_all_dim": 0.9, "beta_fast": 16.0, "beta_slow": 2.0},
+    {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.9,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+    },
     {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": ORIGINAL},
     {"rope_type": "dynamic", "factor": 2.0},
 )
@@ -47,7 +59,9 @@ def random_fields(seed: int) -> tuple[str, dict]:
         "rms_norm_eps": rng.choice((1e-6, 1e-5)),
         "tie_word_embeddings": rng.random() < 0.5,
         "max_position_embeddings": ORIGINAL if rope and rope["rope_type"] == "dynamic" else 128,
-        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": None,
     }
     theta = rng.choice((10000.0, 5e5))
     scaling = dict(rope or {"rope_type": "default"}, rope_theta=theta)
@@ -65,8 +79,13 @@ def random_fields(seed: int) -> tuple[str, dict]:
     if name in ("Qwen2", "Qwen3") and rng.random() < 0.5:
         fields |= {"use_sliding_window": True, "sliding_window": rng.choice((4, 9)), "max_window_layers": 1}
     if name == "Qwen3Moe":
-        fields |= {"num_experts": 5, "num_experts_per_tok": rng.choice((1, 2, 3)), "moe_intermediate_size": 12,
-                   "norm_topk_prob": rng.random() < 0.5, "decoder_sparse_step": rng.choice((1, 2))}
+        fields |= {
+            "num_experts": 5,
+            "num_experts_per_tok": rng.choice((1, 2, 3)),
+            "moe_intermediate_size": 12,
+            "norm_topk_prob": rng.random() < 0.5,
+            "decoder_sparse_step": rng.choice((1, 2)),
+        }
     return name, fields
 
 
@@ -100,8 +119,13 @@ def test_logits_and_greedy_tokens_are_transformers(seed, tmp_path):
         if params.config.rope.rope_type == "dynamic":
             prompts = prompts[:2]  # a cached decode beyond the original length keeps old angles, a whole pass does not
         done = fnllm.generate(
-            params, prompts, fnllm.Sampling(temperature=0, max_tokens=8, ignore_eos=True),
-            max_model_len=64, max_num_seqs=2, block_size=4, max_chunk=16,
+            params,
+            prompts,
+            fnllm.Sampling(temperature=0, max_tokens=8, ignore_eos=True),
+            max_model_len=64,
+            max_num_seqs=2,
+            block_size=4,
+            max_chunk=16,
         )
         for prompt, completion in zip(prompts, done, strict=True):
             text = prompt + list(completion.token_ids)

@@ -73,8 +73,13 @@ def test_the_engine_gives_the_golden_logits(name):
     prompts, logits = golden(name), logits_of(name)
     settings = [replace(GREEDY, max_tokens=len(one["greedy"])) for one in prompts.values()]
     done = fnllm.generate(
-        checkpoint(name), [one["prompt"] for one in prompts.values()], settings, capture="logits", **SMALL,
-        block_size=4, max_chunk=3,
+        checkpoint(name),
+        [one["prompt"] for one in prompts.values()],
+        settings,
+        capture="logits",
+        **SMALL,
+        block_size=4,
+        max_chunk=3,
     )
     for key, one in zip(prompts, done, strict=True):
         expected = logits[f"{key}.logits"][: len(one.captured_at)]

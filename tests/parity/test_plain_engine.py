@@ -17,8 +17,15 @@ def model(seed: int) -> fnllm.Params:
     kinds = (
         {},
         {"architectures": ("MistralForCausalLM",), "sliding_window": 6},
-        {"architectures": ("Qwen3MoeForCausalLM",), "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
-         "moe_intermediate_size": 12, "decoder_sparse_step": 1, "mlp_only_layers": ()},
+        {
+            "architectures": ("Qwen3MoeForCausalLM",),
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 12,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": (),
+        },
     )
     return tiny(0, **kinds[seed % len(kinds)])
 
@@ -66,7 +73,9 @@ def test_generate_in_small_caches(seed):
         prompts = [random_prompt(rng, limit) for _ in range(rng.randrange(1, 7))]
         settings = [
             fnllm.Sampling(
-                temperature=0, max_tokens=(most := rng.randrange(12)), min_tokens=rng.randrange(most + 1),
+                temperature=0,
+                max_tokens=(most := rng.randrange(12)),
+                min_tokens=rng.randrange(most + 1),
                 stop_token_ids=[rng.randrange(41) for _ in range(4)],
             )
             for _ in prompts
@@ -76,7 +85,8 @@ def test_generate_in_small_caches(seed):
             text = [*prompt, *one.token_ids]
             assert_greedy(params, text, len(prompt), setting.min_tokens, setting.stop_token_ids)
             stops = [
-                place for place, token in enumerate(one.token_ids)
+                place
+                for place, token in enumerate(one.token_ids)
                 if token in setting.stop_token_ids and place >= setting.min_tokens
             ]
             assert stops in ([], [len(one.token_ids) - 1])
@@ -88,11 +98,17 @@ def test_generate_in_small_caches(seed):
 def random_setting(rng: random.Random) -> fnllm.Sampling:
     most = rng.randrange(1, 12)
     chosen = {
-        "temperature": rng.choice((0, 0.7, 1.5)), "top_k": rng.choice((0, 0, 5)), "top_p": rng.choice((1, 0.8)),
-        "repetition_penalty": rng.choice((1, 1.3)), "presence_penalty": rng.choice((0, 0.5)),
-        "frequency_penalty": rng.choice((0, 0.4)), "logit_bias": rng.choice(({}, {3: 2.0, 7: -1.0}, {5: 1.0})),
-        "min_tokens": rng.randrange(most + 1), "stop_token_ids": [rng.randrange(41) for _ in range(rng.choice((0, 3)))],
-        "logprobs": rng.choice((None, 0, 2)), "n": rng.choice((1, 1, 3)),
+        "temperature": rng.choice((0, 0.7, 1.5)),
+        "top_k": rng.choice((0, 0, 5)),
+        "top_p": rng.choice((1, 0.8)),
+        "repetition_penalty": rng.choice((1, 1.3)),
+        "presence_penalty": rng.choice((0, 0.5)),
+        "frequency_penalty": rng.choice((0, 0.4)),
+        "logit_bias": rng.choice(({}, {3: 2.0, 7: -1.0}, {5: 1.0})),
+        "min_tokens": rng.randrange(most + 1),
+        "stop_token_ids": [rng.randrange(41) for _ in range(rng.choice((0, 3)))],
+        "logprobs": rng.choice((None, 0, 2)),
+        "n": rng.choice((1, 1, 3)),
     }
     return fnllm.Sampling(seed=rng.randrange(1000), max_tokens=most, **chosen)
 

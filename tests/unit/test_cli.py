@@ -15,8 +15,13 @@ from fnllm import chatting, cli, launch
 from fnllm.completion import Chunk, Completion, Timings
 from fnllm.sampling import Sampling
 
-DONE = Completion(text="one two", token_ids=(1, 2), finish_reason="length", prompt_tokens=3,
-                  timings=Timings(queued=0.0, first_token=0.1, total=0.2))
+DONE = Completion(
+    text="one two",
+    token_ids=(1, 2),
+    finish_reason="length",
+    prompt_tokens=3,
+    timings=Timings(queued=0.0, first_token=0.1, total=0.2),
+)
 
 
 class Api:
@@ -80,8 +85,33 @@ def type_in(monkeypatch, *lines):
 
 
 def test_generate_prints_the_text_and_asks_for_what_was_given(api, capsys):
-    assert cli.main(["generate", "Hello", "--max-tokens", "5", "--temperature", "0", "--seed", "3", "--stop", r"a\nb",
-                     "--stop", "c", "--model", "m", "--dtype", "float32", "--device", "cpu", "--compile", "none"]) == 0
+    assert (
+        cli.main(
+            [
+                "generate",
+                "Hello",
+                "--max-tokens",
+                "5",
+                "--temperature",
+                "0",
+                "--seed",
+                "3",
+                "--stop",
+                r"a\nb",
+                "--stop",
+                "c",
+                "--model",
+                "m",
+                "--dtype",
+                "float32",
+                "--device",
+                "cpu",
+                "--compile",
+                "none",
+            ]
+        )
+        == 0
+    )
     assert capsys.readouterr() == ("one two\n", "")
     load, stream = api.calls
     assert load == ("load", "m", {"dtype": "float32", "device": "cpu"})
@@ -113,18 +143,24 @@ def test_a_terminal_gets_a_summary(api, monkeypatch, capsys):
     assert capsys.readouterr().err == "[length after 2 tokens, prefill 30 tok/s, decode 10 tok/s]\n"
 
 
-@pytest.mark.parametrize(("argv", "line"), [
-    (["generate", "x", "--top-p", "3"], "fnllm: top_p must be a finite number > 0 and <= 1, found 3"),
-    (["generate", "x", "--max-tokens", "-1"], "fnllm: max_tokens must be an integer of 0 or more, found -1"),
-    (["generate", "x", "--tp", "0"], "fnllm: --tp must be 1 or more, found 0"),
-    (["chat", "--n", "2"], "fnllm chat: there is no --n; did you mean"),
-    (["generate", "x", "--temprature", "1"], "fnllm generate: there is no --temprature; did you mean --temperature?"),
-    (["generate", "x", "--max-tokens", "2.5"], "fnllm generate: argument --max-tokens: invalid int value: '2.5'"),
-    (["generate", "x", "--temp", "1"], "fnllm generate: there is no --temp"),
-    (["fly"], "fnllm: argument COMMAND: invalid choice: 'fly'"),
-    ([], "fnllm: the following arguments are required: COMMAND"),
-    (["info", "/no/such/folder"], "fnllm: "),
-])
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["generate", "x", "--top-p", "3"], "fnllm: top_p must be a finite number > 0 and <= 1, found 3"),
+        (["generate", "x", "--max-tokens", "-1"], "fnllm: max_tokens must be an integer of 0 or more, found -1"),
+        (["generate", "x", "--tp", "0"], "fnllm: --tp must be 1 or more, found 0"),
+        (["chat", "--n", "2"], "fnllm chat: there is no --n; did you mean"),
+        (
+            ["generate", "x", "--temprature", "1"],
+            "fnllm generate: there is no --temprature; did you mean --temperature?",
+        ),
+        (["generate", "x", "--max-tokens", "2.5"], "fnllm generate: argument --max-tokens: invalid int value: '2.5'"),
+        (["generate", "x", "--temp", "1"], "fnllm generate: there is no --temp"),
+        (["fly"], "fnllm: argument COMMAND: invalid choice: 'fly'"),
+        ([], "fnllm: the following arguments are required: COMMAND"),
+        (["info", "/no/such/folder"], "fnllm: "),
+    ],
+)
 def test_errors_are_one_line_and_exit_code_2_before_a_model_is_loaded(api, capsys, argv, line):
     try:
         code = cli.main(argv)
@@ -136,11 +172,14 @@ def test_errors_are_one_line_and_exit_code_2_before_a_model_is_loaded(api, capsy
     assert api.calls == []
 
 
-@pytest.mark.parametrize(("error", "line"), [
-    (OSError("no file\n  x"), "fnllm: no file x\n"),
-    (ValueError("prompt too long"), "fnllm: prompt too long\n"),
-    (RuntimeError("out of memory"), "fnllm: RuntimeError: out of memory (fnllm --traceback ... shows where)\n"),
-])
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError("no file\n  x"), "fnllm: no file x\n"),
+        (ValueError("prompt too long"), "fnllm: prompt too long\n"),
+        (RuntimeError("out of memory"), "fnllm: RuntimeError: out of memory (fnllm --traceback ... shows where)\n"),
+    ],
+)
 def test_errors_of_the_engine_are_one_line(monkeypatch, capsys, error, line):
     use(monkeypatch, Api(error=error))
     assert cli.main(["generate", "x"]) == 2
@@ -246,17 +285,24 @@ def test_the_second_ctrl_c_raises():
         os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.parametrize(("typed", "text"), [(r"a\nb", "a\nb"), (r"\t", "\t"), (r"\\n", r"\n"), (r"\x\é", r"\x\é"),
-                                             ("\\", "\\")])
+@pytest.mark.parametrize(
+    ("typed", "text"), [(r"a\nb", "a\nb"), (r"\t", "\t"), (r"\\n", r"\n"), (r"\x\é", r"\x\é"), ("\\", "\\")]
+)
 def test_escapes_in_stop_strings(typed, text):
     assert cli.unescaped(typed) == text
 
 
 def test_help_and_import_do_not_wait_for_torch():
-    code = "import sys, fnllm.cli\ntry: fnllm.cli.main(['generate', '--help'])\nexcept SystemExit: pass\n" \
-           "sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-                          capture_output=True, text=True)
+    code = (
+        "import sys, fnllm.cli\ntry: fnllm.cli.main(['generate', '--help'])\nexcept SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "--temperature" in done.stdout
 

@@ -144,8 +144,11 @@ def test_seeds_may_be_numpys():
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-@pytest.mark.parametrize("moved", [lambda s: s, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))],
-                         ids=["as it is", "deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "moved",
+    [lambda s: s, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))],
+    ids=["as it is", "deepcopy", "pickle"],
+)
 def test_a_state_goes_on_in_another_engine_of_the_same_model(steps, moved):
     """Whose cache is another: nothing in it is taken for the state's."""
     here, there = engine(), fnllm.engine(tiny()._replace(workspace={}), **SMALL)

@@ -35,11 +35,22 @@ def ids(prompts, tokenizer=PLAIN, **options):
     return normalise(prompts, tokenizer, V, **options)
 
 
-@pytest.mark.parametrize(("prompt", "expected"), [
-    ("a b", (1, 2)), ([1, 2, 3], (1, 2, 3)), ((4, 5), (4, 5)), (CHAT, (4, 1, 2)), (range(3), (0, 1, 2)),
-    (np.array([3, 1]), (3, 1)), (torch.tensor([3, 1]), (3, 1)), (np.array([8], np.uint8), (8,)),
-    ([np.int64(3), 1], (3, 1)), ([torch.tensor(3)], (3,)), (list(np.array([2, 1])), (2, 1)),
-])
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a b", (1, 2)),
+        ([1, 2, 3], (1, 2, 3)),
+        ((4, 5), (4, 5)),
+        (CHAT, (4, 1, 2)),
+        (range(3), (0, 1, 2)),
+        (np.array([3, 1]), (3, 1)),
+        (torch.tensor([3, 1]), (3, 1)),
+        (np.array([8], np.uint8), (8,)),
+        ([np.int64(3), 1], (3, 1)),
+        ([torch.tensor(3)], (3,)),
+        (list(np.array([2, 1])), (2, 1)),
+    ],
+)
 def test_one_prompt_alone_and_in_a_list(prompt, expected):
     assert ids(prompt) == (expected,)
     assert ids([prompt, "c"]) == (expected, (3,))
@@ -72,32 +83,41 @@ def test_fault_31_ids_outside_the_vocabulary(bad):
         ids(np.array([3, bad]))
 
 
-@pytest.mark.parametrize(("prompt", "error", "match"), [
-    (3, TypeError, "must be text, a list of token ids, or a chat .* found int 3"),
-    (None, TypeError, "found NoneType"),
-    (b"a", TypeError, "found bytes"),
-    ({"role": "user"}, TypeError, "found dict"),
-    ([1, "a"], TypeError, "token ids must be integers, found str 'a' at position 1"),
-    ([1, True], TypeError, "found bool True at position 1"),
-    ([1, 2.0], TypeError, "found float 2.0 at position 1"),
-    ([[1, 2]], TypeError, "token ids must be integers, found list"),
-    (np.array([1.5]), TypeError, "found float 1.5 at position 0"),
-    (torch.tensor([True]), TypeError, "found bool True at position 0"),
-    (np.ones((2, 2), int), TypeError, r"one axis, found shape \(2, 2\)"),
-    ([{"role": "user"}], ValueError, "message 0 needs content"),
-    ([*CHAT, "x"], TypeError, "message 1 must be a dict"),
-    ("a\udc80", ValueError, "lone surrogate"),
-])
+@pytest.mark.parametrize(
+    ("prompt", "error", "match"),
+    [
+        (3, TypeError, "must be text, a list of token ids, or a chat .* found int 3"),
+        (None, TypeError, "found NoneType"),
+        (b"a", TypeError, "found bytes"),
+        ({"role": "user"}, TypeError, "found dict"),
+        ([1, "a"], TypeError, "token ids must be integers, found str 'a' at position 1"),
+        ([1, True], TypeError, "found bool True at position 1"),
+        ([1, 2.0], TypeError, "found float 2.0 at position 1"),
+        ([[1, 2]], TypeError, "token ids must be integers, found list"),
+        (np.array([1.5]), TypeError, "found float 1.5 at position 0"),
+        (torch.tensor([True]), TypeError, "found bool True at position 0"),
+        (np.ones((2, 2), int), TypeError, r"one axis, found shape \(2, 2\)"),
+        ([{"role": "user"}], ValueError, "message 0 needs content"),
+        ([*CHAT, "x"], TypeError, "message 1 must be a dict"),
+        ("a\udc80", ValueError, "lone surrogate"),
+    ],
+)
 def test_wrong_prompts_are_named(prompt, error, match):
     with pytest.raises(error, match=r"^prompts\[1\]: .*" + match):
         ids(["a", prompt])
 
 
-@pytest.mark.parametrize(("prompts", "match"), [
-    (None, "found NoneType None"), (5, "found int 5"), (b"abc", "decode it to text"),
-    ({"role": "user", "content": "x"}, "put a message into a list"), (np.ones((2, 3), int), r"shape \(2, 3\)"),
-    (iter(["a"]), "found list_iterator"),
-])
+@pytest.mark.parametrize(
+    ("prompts", "match"),
+    [
+        (None, "found NoneType None"),
+        (5, "found int 5"),
+        (b"abc", "decode it to text"),
+        ({"role": "user", "content": "x"}, "put a message into a list"),
+        (np.ones((2, 3), int), r"shape \(2, 3\)"),
+        (iter(["a"]), "found list_iterator"),
+    ],
+)
 def test_what_is_no_list_of_prompts_is_always_raised(prompts, match):
     with pytest.raises(TypeError, match=match):
         ids(prompts, errors="return")
@@ -144,7 +164,11 @@ def test_fault_30_as_many_settings_as_prompts():
     for wrong in ([one, two], [one] * 4, []):
         with pytest.raises(ValueError, match=f"3 prompts and {len(wrong)} sampling settings"):
             pair_sampling(3, wrong)
-    for wrong, match in [({"temperature": 1}, "found dict"), ("x", "found str"), ([one, {}], r"sampling\[1\]"),
-                         (0.5, "found float")]:
+    for wrong, match in [
+        ({"temperature": 1}, "found dict"),
+        ("x", "found str"),
+        ([one, {}], r"sampling\[1\]"),
+        (0.5, "found float"),
+    ]:
         with pytest.raises(TypeError, match=match):
             pair_sampling(2, wrong)

@@ -56,8 +56,13 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,
-            separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # Jinja's own filter escapes <, > and & for HTML, which a model was not trained on.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
@@ -65,11 +70,13 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,
 @functools.lru_cache(maxsize=32)
 def compile_template(source: str) -> jinja2.Template:
     """The compiled template; ValueError when it is not one. Compiling costs milliseconds, so equal sources share."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                extensions=[_Generation, loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
     environment.filters["tojson"] = _tojson
-    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_new_dict,
-                               namespace=_Namespace)
+    environment.globals.update(
+        raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_new_dict, namespace=_Namespace
+    )
     try:
         return environment.from_string(source)
     except jinja2.exceptions.TemplateError as error:
@@ -93,13 +100,18 @@ def check_variables(source: str, names: Iterable[str]) -> None:
             raise TypeError(f"the chat template has no variable {name!r}; {advice}")
 
 
-def render(source: str, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None,
-           add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
+def render(
+    source: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Any] | None,
+    add_generation_prompt: bool,
+    variables: Mapping[str, Any],
+) -> str:
     """The prompt's text; ValueError with the template's own words when it refuses the messages."""
     template = compile_template(source)
     try:
-        return template.render(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt,
-                               **variables)
+        return template.render(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
     except jinja2.exceptions.TemplateError as error:
         raise ValueError(f"the chat template refused the messages: {error}") from error
     except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
@@ -114,8 +126,9 @@ def check_messages(messages: Any) -> None:
         raise ValueError("the chat has no messages")
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise TypeError(f"message {i} must be a dict with role and content, found {type(message).__name__} "
-                            f"{message!r}")
+            raise TypeError(
+                f"message {i} must be a dict with role and content, found {type(message).__name__} {message!r}"
+            )
         if not isinstance(message.get("role"), str):
             raise ValueError(f"message {i} has no role (a string such as 'user'); its keys are {sorted(message)}")
         # An assistant's tool call may carry no words, and some templates take content in parts.

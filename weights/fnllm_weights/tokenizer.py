@@ -68,19 +68,37 @@ class Tokenizer:
         """The id of a token spelled as in the vocabulary, None if there is none."""
         return self.backend.token_to_id(token)
 
-    def chat(self, messages: Sequence[Any], *, tools: Sequence[Mapping[str, Any]] | None = None,
-             add_generation_prompt: bool = True, enable_thinking: bool | None = None, **variables: Any) -> list[int]:
+    def chat(
+        self,
+        messages: Sequence[Any],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        enable_thinking: bool | None = None,
+        **variables: Any,
+    ) -> list[int]:
         """The ids of a chat, dicts with role and content; see `chat_text`.
 
         The template writes every special token itself, so the tokenizer adds none and no BOS comes twice.
         """
-        text = self.chat_text(messages, tools=tools, add_generation_prompt=add_generation_prompt,
-                              enable_thinking=enable_thinking, **variables)
+        text = self.chat_text(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            enable_thinking=enable_thinking,
+            **variables,
+        )
         return self.encode(text, add_special_tokens=False)
 
-    def chat_text(self, messages: Sequence[Any], *, tools: Sequence[Mapping[str, Any]] | None = None,
-                  add_generation_prompt: bool = True, enable_thinking: bool | None = None,
-                  **variables: Any) -> str:
+    def chat_text(
+        self,
+        messages: Sequence[Any],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        enable_thinking: bool | None = None,
+        **variables: Any,
+    ) -> str:
         """The chat as text.
 
         `enable_thinking` and other `variables` go to the template as they are (None: not given). Raises ValueError
@@ -90,14 +108,20 @@ class Tokenizer:
         chat_template.check_messages(messages)
         name = "tool_use" if tools and "tool_use" in self.chat_templates else "default"
         if name not in self.chat_templates:
-            raise ValueError("this tokenizer has no chat template; give text or token ids, or a checkpoint with a "
-                             "chat_template.jinja")
+            raise ValueError(
+                "this tokenizer has no chat template; give text or token ids, or a checkpoint with a "
+                "chat_template.jinja"
+            )
         chat_template.check_variables(self.chat_templates[name], variables)
         if enable_thinking is not None:
             variables["enable_thinking"] = enable_thinking
-        return chat_template.render(self.chat_templates[name], messages, tools=tools,
-                                    add_generation_prompt=add_generation_prompt,
-                                    variables={**self.special_tokens, **variables})
+        return chat_template.render(
+            self.chat_templates[name],
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            variables={**self.special_tokens, **variables},
+        )
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer | None:
@@ -154,8 +178,10 @@ def check_text(text: Any) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"the text has a lone surrogate {text[error.start]!r} at character {error.start}, which no "
-                         "UTF-8 text can have") from None
+        raise ValueError(
+            f"the text has a lone surrogate {text[error.start]!r} at character {error.start}, which no "
+            "UTF-8 text can have"
+        ) from None
 
 
 def _read(path: Path) -> str:
@@ -177,6 +203,7 @@ def _json(side: Mapping[str, str], name: str) -> dict[str, Any]:
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
     """The named special tokens as strings: a file may have them as a string, as an object or as null."""
+
     def content(token: Any) -> str | None:
         return token.get("content") if isinstance(token, Mapping) else token
 

@@ -55,10 +55,13 @@ def test_other_variables_and_special_tokens_reach_the_template():
     assert with_template("{{ eos_token }}{{ custom }}", eos_token="<|im_end|>").chat_text(HI, custom=7) == "<|im_end|>7"
 
 
-@pytest.mark.parametrize(("given", "match"), [
-    ("custum", "no variable 'custum'; did you mean custom"),
-    ("tokenize", "no variable 'tokenize'; it reads custom, messages$"),
-])
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ("custum", "no variable 'custum'; did you mean custom"),
+        ("tokenize", "no variable 'tokenize'; it reads custom, messages$"),
+    ],
+)
 def test_a_variable_the_template_does_not_have_is_an_error(given, match):
     source = "{% set ns = namespace(x=1) %}{{ messages | length }}{{ custom }}{{ ns.x }}"
     with pytest.raises(TypeError, match=match):
@@ -81,15 +84,18 @@ def test_a_template_may_refuse():
         text("{{ raise_exception('roles must alternate') }}")
 
 
-@pytest.mark.parametrize("source", [
-    "{{ messages.__class__.__mro__ }}",
-    "{{ ''.__class__.__base__.__subclasses__() }}",
-    "{{ messages.append(1) }}",
-    "{{ raise_exception.__globals__ }}",
-    "{% set ns = namespace(__init__=1) %}",
-    "{{ dict.__bases__ }}",
-    "{% for i in range(10 ** 9) %}{% endfor %}",
-])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__ }}",
+        "{% set ns = namespace(__init__=1) %}",
+        "{{ dict.__bases__ }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+    ],
+)
 def test_the_sandbox_holds(source):
     messages = [dict(HI[0])]
     try:
@@ -112,15 +118,18 @@ def test_a_failing_template_is_an_error_of_the_request():
         text("{{ messages[0].content + 1 }}")
 
 
-@pytest.mark.parametrize(("messages", "error", "match"), [
-    ("hi", TypeError, "a chat is a list of messages, found str"),
-    ({"role": "user", "content": "x"}, TypeError, "found dict"),
-    ([], ValueError, "no messages"),
-    ([*HI, "x"], TypeError, "message 1 must be a dict"),
-    ([{"content": "x"}], ValueError, "message 0 has no role"),
-    ([{"role": "user", "contents": "x"}], ValueError, r"message 0 needs content .*\['contents', 'role'\]"),
-    ([{"role": "user", "content": 3}], ValueError, "message 0 needs content .* found int"),
-])
+@pytest.mark.parametrize(
+    ("messages", "error", "match"),
+    [
+        ("hi", TypeError, "a chat is a list of messages, found str"),
+        ({"role": "user", "content": "x"}, TypeError, "found dict"),
+        ([], ValueError, "no messages"),
+        ([*HI, "x"], TypeError, "message 1 must be a dict"),
+        ([{"content": "x"}], ValueError, "message 0 has no role"),
+        ([{"role": "user", "contents": "x"}], ValueError, r"message 0 needs content .*\['contents', 'role'\]"),
+        ([{"role": "user", "content": 3}], ValueError, "message 0 needs content .* found int"),
+    ],
+)
 def test_what_is_no_chat_is_refused(messages, error, match):
     with pytest.raises(error, match=match):
         chat_template.check_messages(messages)
@@ -144,8 +153,10 @@ def test_fault_51_a_template_that_writes_bos_gives_one(byte_fallback):
 def test_transformers_renders_the_same(tmp_path):
     transformers = pytest.importorskip("transformers")
     byte_level_backend().save(str(tmp_path / "tokenizer.json"))
-    source = ("{%- for m in messages %}\n    {{- m.role | upper }}: {{ m.content | trim }}\n{% endfor %}\n"
-              "{% if tools %}{{ tools | tojson }}{% endif %}{{ eos_token }}")
+    source = (
+        "{%- for m in messages %}\n    {{- m.role | upper }}: {{ m.content | trim }}\n{% endfor %}\n"
+        "{% if tools %}{{ tools | tojson }}{% endif %}{{ eos_token }}"
+    )
     config = {"chat_template": source, "eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))

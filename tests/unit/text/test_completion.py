@@ -8,8 +8,9 @@ from fnllm.completion import Chunk, Completion, Timings, failed
 
 
 def test_rates():
-    done = Completion(token_ids=(1, 2, 3), prompt_tokens=10, cached_tokens=4,
-                      timings=Timings(queued=1.0, first_token=3.0, total=4.0))
+    done = Completion(
+        token_ids=(1, 2, 3), prompt_tokens=10, cached_tokens=4, timings=Timings(queued=1.0, first_token=3.0, total=4.0)
+    )
     assert done.prefill_tokens_per_second == 6 / 2.0
     assert done.decode_tokens_per_second == 2 / 1.0
 

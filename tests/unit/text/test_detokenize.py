@@ -15,7 +15,7 @@ def pieces(tokenizer, ids, skip_special_tokens=True, sizes=()):
     sizes = list(sizes)
     while at < len(ids):
         size = sizes.pop(0) if sizes else 1
-        detok, text = detokenize.push(detok, ids[at:at + size])
+        detok, text = detokenize.push(detok, ids[at : at + size])
         found.append(text)
         at += size
     return [*found, detokenize.flush(detok)]

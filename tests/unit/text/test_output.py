@@ -12,9 +12,9 @@ def run(tokenizer, ids, sampling, groups=1, stop_id=None):
     """(pieces shown, ids kept, stop string): as a stream, `groups` ids at a time."""
     state, shown, kept = output.begin(tokenizer, sampling), [], []
     for at in range(0, len(ids), groups):
-        state, text, used = output.feed(state, ids[at:at + groups])
+        state, text, used = output.feed(state, ids[at : at + groups])
         shown.append(text)
-        kept += ids[at:at + used]
+        kept += ids[at : at + used]
         if state.matched is not None:
             break
     state, text = output.finish(state, stop_id)
@@ -51,8 +51,9 @@ def test_fault_47_the_same_rule_for_stop_ids(byte_level, include, text):
 
 
 def test_a_special_stop_token_never_shows(byte_level):
-    shown, _, _ = run(byte_level, ids_of(byte_level, "x"), Sampling(include_stop=True),
-                      stop_id=byte_level.token_id("<|im_end|>"))
+    shown, _, _ = run(
+        byte_level, ids_of(byte_level, "x"), Sampling(include_stop=True), stop_id=byte_level.token_id("<|im_end|>")
+    )
     assert "".join(shown) == "x"
 
 
@@ -75,13 +76,17 @@ def test_fault_48_hold_back_neither_loses_text_nor_splits_a_special_token(byte_l
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data(), stops=st.lists(st.text("abcdhé ", min_size=1, max_size=3), max_size=3),
-       include=st.booleans(), groups=st.integers(1, 5))
+@given(
+    data=st.data(),
+    stops=st.lists(st.text("abcdhé ", min_size=1, max_size=3), max_size=3),
+    include=st.booleans(),
+    groups=st.integers(1, 5),
+)
 def test_text_is_the_decoded_ids_cut_at_the_stop_string(any_tiny, data, stops, include, groups):
     ids = data.draw(st.lists(st.integers(0, any_tiny.num_ids - 1), max_size=25))
     shown, kept, matched = run(any_tiny, ids, Sampling(stop=stops, include_stop=include), groups)
     text, whole = "".join(shown), any_tiny.decode(kept)
-    assert kept == ids[:len(kept)]
+    assert kept == ids[: len(kept)]
     if matched is None:
         assert (text, kept) == (whole, ids)
         assert not any(s in whole for s in stops)
@@ -90,8 +95,10 @@ def test_text_is_the_decoded_ids_cut_at_the_stop_string(any_tiny, data, stops, i
         assert whole.startswith(text)
         assert text.endswith(matched) if include else whole.startswith(text + matched)
         assert not any(s in (text[:-1] if include else text) for s in stops)
-    assert (text, kept, matched) == ("".join(run(any_tiny, ids, Sampling(stop=stops, include_stop=include))[0]),
-                                     *run(any_tiny, ids, Sampling(stop=stops, include_stop=include))[1:])
+    assert (text, kept, matched) == (
+        "".join(run(any_tiny, ids, Sampling(stop=stops, include_stop=include))[0]),
+        *run(any_tiny, ids, Sampling(stop=stops, include_stop=include))[1:],
+    )
 
 
 def test_no_stop_string_ends_the_request_before_min_tokens(byte_level):

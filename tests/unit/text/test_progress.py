@@ -50,9 +50,19 @@ def test_redraws_are_few_and_stay_on_one_line(clock):
     stream = Terminal()
     meter = Meter(3, stream)
     none, three = np.empty(0, np.int32), np.arange(3, dtype=np.int32)
-    plan = Plan(step=0, rows=three, seq_ids=three, starts=three, query_lens=np.array([1, 3, 2], np.int32), num_decode=1,
-                prefill_tokens=np.zeros(5, np.int32), samples=np.array([True, True, False]), joins=(),
-                table_updates=(none, none, none), copies=(none, none))
+    plan = Plan(
+        step=0,
+        rows=three,
+        seq_ids=three,
+        starts=three,
+        query_lens=np.array([1, 3, 2], np.int32),
+        num_decode=1,
+        prefill_tokens=np.zeros(5, np.int32),
+        samples=np.array([True, True, False]),
+        joins=(),
+        table_updates=(none, none, none),
+        copies=(none, none),
+    )
     for _ in range(10):
         clock[0] += 0.03
         meter.step(plan, left=2)

@@ -15,7 +15,7 @@ def cut(text, stops, include=False, free=0):
         ending = [s for s in stops if text[:end].endswith(s)]
         if ending:
             longest = max(ending, key=len)
-            return text[:end] if include else text[:end - len(longest)], longest
+            return text[:end] if include else text[: end - len(longest)], longest
     return text, None
 
 

@@ -62,8 +62,9 @@ def test_special_tokens_as_string_or_object_and_null(tmp_path, bos):
 
 
 def test_special_tokens_map_is_read_when_the_config_is_silent(tmp_path):
-    tokenizer = load_tokenizer(folder_with(tmp_path, byte_fallback_backend(),
-                                           special_tokens_map__json={"bos_token": "<s>"}))
+    tokenizer = load_tokenizer(
+        folder_with(tmp_path, byte_fallback_backend(), special_tokens_map__json={"bos_token": "<s>"})
+    )
     assert tokenizer.bos_id == 1
 
 
@@ -107,8 +108,11 @@ def test_fault_51_text_that_begins_with_bos_gets_no_second_one(byte_fallback):
 
 
 def test_save_and_reload(tmp_path, byte_fallback):
-    side = {"tokenizer_config.json": '{"bos_token": "<s>"}', "chat_template.jinja": "{{ bos_token }}\r\né",
-            "additional_chat_templates/tool_use.jinja": "tools"}
+    side = {
+        "tokenizer_config.json": '{"bos_token": "<s>"}',
+        "chat_template.jinja": "{{ bos_token }}\r\né",
+        "additional_chat_templates/tool_use.jinja": "tools",
+    }
     first = make_tokenizer(byte_fallback_backend(), side)
     save_tokenizer(first, tmp_path)
     again = load_tokenizer(tmp_path)
