@@ -281,9 +281,9 @@ def job_of(state: scheduler.SchedulerState, seq_id: int) -> Job:
 
 
 def capture_of(state: scheduler.SchedulerState, seq_id: int) -> tuple[Capture, int]:
-    """What is captured of a sequence, and its prompt's length."""
-    job: Job = state.sequences[seq_id].request.payload
-    return job.capture, job.prompt_length
+    """What is captured of a sequence, and its prompt's length: after an `append`, that of all it had then."""
+    sequence = state.sequences[seq_id]
+    return sequence.request.payload.capture, sequence.prompt_len
 
 
 def engine(

@@ -135,6 +135,32 @@ def test_tokens_appended_are_captured_though_they_are_cached(tiny):
     torch.testing.assert_close(torch.stack(rows), whole[[14]], rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("positions", ["output", "last", "prompt", "all", (-1,)])
+@pytest.mark.parametrize("cached", [False, True])
+def test_positions_after_an_append_count_from_the_new_prompt(tiny, positions, cached):
+    """What was there at the append is the prompt now, whether another request has left it in the cache or not."""
+    site, more = "layers.1.resid_post", [1, 2, 3, 4, 5, 6, 7, 8]
+    engine = fnllm.engine(tiny, capture=Capture(site, positions), **SMALL)
+
+    def run(state):
+        seen = set()
+        while (stepped := engine.step(state))[1] is not None:
+            state, step = stepped
+            seen.update(position for one in step.captured for position in one.positions.tolist())
+        return state, seen
+
+    one_turn = fnllm.Sampling(temperature=0, max_tokens=3, ignore_eos=True)
+    state, one = fnllm.add(engine.init(), engine.request(PROMPTS[2], one_turn))
+    state, _ = run(state)
+    prompt = [*fnllm.tokens(state, one), *more]
+    if cached:
+        state, _ = run(fnllm.add(state, engine.request([*prompt, 9], one_turn, capture=Capture(())))[0])
+    state, seen = run(fnllm.append(state, one, more))
+    first, end = len(prompt), len(fnllm.tokens(state, one)) - 1
+    expected = {"output": range(first, end), "prompt": range(first), "all": range(end)}
+    assert seen == set(expected.get(positions, [first - 1]))
+
+
 def test_stream_gives_what_generate_gives(tiny):
     capture = Capture(("final_norm",), (0, -1))
     done = [c.completion for c in fnllm.stream(tiny, PROMPTS, GREEDY, capture=capture, **SMALL) if c.finished]
