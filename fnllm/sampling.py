@@ -191,10 +191,16 @@ def _integer(name: str, value: Any, *, low: int, high: int | None = None, hint: 
 
 
 def _number(
-    name: str, value: Any, *, low: float | None = None, above: float | None = None, high: float | None = None
+    name: str,
+    value: Any,
+    *,
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+    forbids: bool = False,  # -inf is one, too
 ) -> float:
     bounds = [f"{sign} {bound:g}" for sign, bound in ((">=", low), (">", above), ("<=", high)) if bound is not None]
-    allowed = "a finite number" + (" " + " and ".join(bounds) if bounds else "")
+    allowed = "a finite number" + (" " + " and ".join(bounds) if bounds else "") + " or -inf" * forbids
     if _is_bool(value) or isinstance(value, (str, bytes)):
         raise TypeError(f"{name} must be {allowed}, found {_shown(value)}")
     try:
@@ -202,7 +208,8 @@ def _number(
     except (TypeError, ValueError, OverflowError):
         raise TypeError(f"{name} must be {allowed}, found {_shown(value)}") from None
     inside = (low is None or number >= low) and (above is None or number > above) and (high is None or number <= high)
-    if not math.isfinite(number) or not inside:
+    finite = math.isfinite(number) or (forbids and number == -math.inf)
+    if not finite or not inside:
         raise ValueError(f"{name} must be {allowed}, found {number:g}")
     return number
 
@@ -246,6 +253,5 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
         token = _integer("a token id of logit_bias", pair[0], low=0)
         if token in found:
             raise ValueError(f"logit_bias has token id {token} twice; give each id once")
-        forbids = isinstance(pair[1], float) and pair[1] == -math.inf
-        found[token] = -math.inf if forbids else _number(f"logit_bias[{token}]", pair[1])
+        found[token] = _number(f"logit_bias[{token}]", pair[1], forbids=True)
     return tuple(sorted(found.items()))

@@ -19,7 +19,7 @@ def test_defaults_are_valid_and_values_are_plain():
         seed=torch.tensor(7),
         stop="x",
         stop_token_ids=np.array([5, 2, 5]),
-        logit_bias={np.int32(4): 1, 2: -math.inf},
+        logit_bias={np.int32(4): 1, 2: np.float32(-np.inf)},
         ignore_eos=np.bool_(True),
     )
     assert (sampling.temperature, sampling.top_k, sampling.seed) == (0.5, 3, 7)
