@@ -41,7 +41,8 @@ class Capture:
                     f"positions must be one of {', '.join(POSITIONS)}, or integers; found {self.positions!r}"
                 )
             return
-        many = tuple(self.positions) if isinstance(self.positions, Iterable) else (self.positions,)
+        several = isinstance(self.positions, Iterable) and getattr(self.positions, "ndim", 1) > 0  # an argmax is one
+        many = tuple(self.positions) if several else (self.positions,)
         try:
             if any(isinstance(p, bool) for p in many):
                 raise TypeError  # True would count as 1

@@ -5,7 +5,7 @@ What is compiled is a `Channel` (site, function, shapes); a request's values are
 
 import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -129,6 +129,8 @@ def edits_of_each(edits: Any, count: int) -> list[tuple[Edit, ...]]:
 
     Raises TypeError or ValueError that says what is wrong.
     """
+    if not isinstance(edits, (Edit, Iterable, type(None))):
+        raise TypeError(f"edits must be an Edit, several, or a list with some for each prompt; found {kind_of(edits)}")
     given = [edits] if isinstance(edits, Edit) else list(edits or ())
     if all(isinstance(edit, Edit) for edit in given):
         return [tuple(given)] * count
@@ -141,6 +143,19 @@ def edits_of_each(edits: Any, count: int) -> list[tuple[Edit, ...]]:
             f"{count} prompts and {len(each)} lists of edits; give edits for all prompts, or one list for each"
         )
     return each
+
+
+def with_own_values(each: Iterable[Sequence[Edit]]) -> list[tuple[Edit, ...]]:
+    """Each request's edits with copies of their values, one of each edit.
+
+    Cached prefixes are kept by content: a caller who writes to a tensor while a request that uses it waits or runs must
+    change neither what the request computes nor what is found under its key.
+    """
+    requests, copies = [tuple(edits) for edits in each], {}
+    for edit in (edit for edits in requests for edit in edits):
+        if edit not in copies:
+            copies[edit] = replace(edit, values=[value.detach().clone() for value in edit.values])
+    return [tuple(copies[edit] for edit in edits) for edits in requests]
 
 
 def channel_of(edit: Edit) -> Channel:

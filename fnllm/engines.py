@@ -21,7 +21,7 @@ from fnllm.capture import (
 )
 from fnllm.compiled import Report
 from fnllm.distributed import world
-from fnllm.edits import Edit, channels_of, edit_key, placed
+from fnllm.edits import Edit, channels_of, edit_key, edits_of_each, placed, with_own_values
 from fnllm.failures import any_failed, failures, no_tokens
 from fnllm.jobs import Job, Variant, looks_back
 from fnllm.layers import Layers
@@ -130,7 +130,7 @@ class Engine:
         self.check_settings(sampling)
         seed, sample = check_seed("seed", seed), check_seed("sample", sample)
         ids = check_ids("prompt", tuple(prompt), self.params.config.vocab_size)
-        edits = self.edits if edits is None else tuple(edits)
+        (edits,) = with_own_values(edits_of_each(self.edits if edits is None else edits, 1))
         capture = self.capture if capture is None else expand(self.params.config, as_capture(capture))
         return self.request_of(ids, sampling, seed, sample, cache_tag=cache_tag, edits=edits, capture=capture)
 
@@ -306,7 +306,7 @@ def engine(
     they are shown on a terminal. Raises TypeError or ValueError by name.
     """
     layers = check_model(params, layers)
-    edits, capture = tuple(edits), expand(params.config, as_capture(capture))
+    (edits,), capture = edits_of_each(edits, 1), expand(params.config, as_capture(capture))
     variant = Variant(layers, channels_of([edits]), union_of_sites([capture]))
     machine = machine_for(params, variant, tp, EngineOptions(**options))
     if report is not None:

@@ -10,7 +10,7 @@ from fnllm.ambient import full_collections_off
 from fnllm.capture import Capture, capture_bytes, captures_of_each, expand, union_of_sites
 from fnllm.completion import Chunk, Completion, failed
 from fnllm.distributed import agree
-from fnllm.edits import Edit, channels_of, edits_of_each
+from fnllm.edits import Edit, channels_of, edits_of_each, with_own_values
 from fnllm.engines import Engine, Flight, machine_for
 from fnllm.jobs import Variant
 from fnllm.layers import Layers
@@ -139,7 +139,8 @@ def wishes_of(params: Params, call: Call) -> list[Wish]:
     if sampling is None:
         sampling = from_defaults(params.config.generation_defaults)
     captures = (expand(params.config, one) for one in captures_of_each(call.capture, len(ids)))
-    each = zip(ids, pair_sampling(len(ids), sampling), edits_of_each(call.edits, len(ids)), captures, strict=True)
+    edits = with_own_values(edits_of_each(call.edits, len(ids)))
+    each = zip(ids, pair_sampling(len(ids), sampling), edits, captures, strict=True)
     return [Wish(*one) for one in each]
 
 

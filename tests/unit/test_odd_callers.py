@@ -65,6 +65,9 @@ WRONG = {
     "half a place": (lambda: fnllm.steer(SITE, torch.ones(24), start=1.5), TypeError, "start must be an integer"),
     "every layer": (lambda: fnllm.steer("layers.*.q", torch.ones(24)), ValueError, "site must be one name.*each layer"),
     "a number": (lambda: fnllm.Edit(SITE, abs, 1.5), TypeError, "values of the edit at .* torch.tensor makes one"),
+    "no edits": (lambda: generate(edits=5), TypeError, "edits must be an Edit, several, .* found 5"),
+    "no edits of an engine": (lambda: engine(edits=fnllm.steer), TypeError, "edits must be an Edit.* found function"),
+    "no edits of a request": (lambda: engine().request(IDS, SHORT, edits=["a"]), TypeError, r"edits\[0\] must be"),
     "a tensor for an edit": (lambda: generate(edits=[[torch.ones(24)]]), TypeError, r"edits\[0\] must.* found list$"),
     "a layer without a hash": (
         lambda: engine(layers=fnllm.Layers()._replace(mlp=Unhashable())), TypeError,
@@ -127,6 +130,8 @@ def test_vectors_and_positions_may_be_numpys():
     assert generate(edits=fnllm.steer(SITE, vector.numpy(), 3.0)).token_ids == wanted.token_ids
     assert generate(edits=fnllm.steer(SITE, vector.tolist(), 3.0)).token_ids == wanted.token_ids
     assert generate(capture=Capture(SITE, np.array([0, 2]))).captured_at == (0, 2)
+    for two in (np.int64(2), np.array(2), torch.tensor([5, 1, 9]).argmax()):
+        assert generate(capture=Capture(SITE, two)).captured_at == (2,)
 
 
 def test_seeds_may_be_numpys():

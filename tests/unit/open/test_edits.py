@@ -78,6 +78,32 @@ def test_fault_10_prefixes_of_different_edits_are_never_shared(tiny):
     assert alone(params, [edit]).cached_tokens == 0
 
 
+@pytest.mark.parametrize("way", ["stream", "engine"])
+def test_values_written_after_the_request_change_nothing_of_it(tiny, way):
+    """Nor what is found in the prefix cache under the values that it was made with."""
+    params = tiny._replace(workspace={})
+    written = vector(1)[None]
+    cold = alone(tiny, fnllm.patch(SITE, vector(1)[None], 2), prefix_cache=False).token_ids
+    assert cold != alone(tiny, fnllm.patch(SITE, torch.zeros(1, 48), 2)).token_ids
+    if way == "stream":
+        chunks = fnllm.stream(params, [PROMPT], GREEDY, edits=fnllm.patch(SITE, written, 2), **SMALL)
+        written.zero_()
+        found = [chunk.completion.token_ids for chunk in chunks if chunk.completion]
+        again = alone(params, fnllm.patch(SITE, vector(1)[None], 2))
+        assert again.cached_tokens == 8 and [*found, again.token_ids] == [cold, cold]
+        return
+    engine = fnllm.engine(params, edits=[fnllm.patch(SITE, written, 2)], **SMALL)
+    state, one = fnllm.add(engine.init(), engine.request(PROMPT, GREEDY))
+    written.zero_()
+    for number, values in ((one, None), (one + 1, vector(1)[None])):
+        if values is not None:
+            state, _ = fnllm.add(state, engine.request(PROMPT, GREEDY, edits=[fnllm.patch(SITE, values, 2)]))
+        step = True
+        while step is not None:
+            state, step = engine.step(state)
+        assert fnllm.tokens(state, number)[len(PROMPT) :] == cold
+
+
 def test_patching_from_another_run(tiny):
     """All of layer 1's output from another prompt, patched in: the rest of the model then says what it said there."""
     source = [5, 6, 7, 8, 9, 10, 11, 12, 13]
