@@ -7,7 +7,7 @@ from typing import Any
 
 from fnllm.numerics import BACKEND, check_numerics
 from fnllm.rope import context_limit
-from fnllm.sampling import named_options
+from fnllm.sampling import check_flag, check_number, named_options
 from fnllm_weights import ModelConfig
 
 SIZES = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "max_chunk")
@@ -39,8 +39,11 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, positive(name, value))
-        if self.utilization is not None and not 0 < self.utilization <= 1:
-            raise ValueError(f"utilization must be above 0 and at most 1, found {self.utilization!r}")
+        for name in ("prefix_cache", "chunked_prefill"):
+            object.__setattr__(self, name, check_flag(name, getattr(self, name)))
+        if self.utilization is not None:
+            share = check_number("utilization", self.utilization, above=0.0, high=1.0)
+            object.__setattr__(self, "utilization", share)
         if self.compile is not None and self.compile not in COMPILE_MODES:
             raise ValueError(f"compile must be one of {', '.join(COMPILE_MODES)}, found {self.compile!r}")
         check_numerics(self.numerics)

@@ -87,21 +87,21 @@ class Sampling:
 
     def __post_init__(self) -> None:
         values = {
-            "temperature": _number("temperature", self.temperature, low=0.0),
+            "temperature": check_number("temperature", self.temperature, low=0.0),
             "top_k": _integer("top_k", self.top_k, low=0, hint="0 keeps all tokens"),
-            "top_p": _number("top_p", self.top_p, above=0.0, high=1.0),
-            "min_p": _number("min_p", self.min_p, low=0.0, high=1.0),
-            "repetition_penalty": _number("repetition_penalty", self.repetition_penalty, above=0.0),
-            "presence_penalty": _number("presence_penalty", self.presence_penalty),
-            "frequency_penalty": _number("frequency_penalty", self.frequency_penalty),
+            "top_p": check_number("top_p", self.top_p, above=0.0, high=1.0),
+            "min_p": check_number("min_p", self.min_p, low=0.0, high=1.0),
+            "repetition_penalty": check_number("repetition_penalty", self.repetition_penalty, above=0.0),
+            "presence_penalty": check_number("presence_penalty", self.presence_penalty),
+            "frequency_penalty": check_number("frequency_penalty", self.frequency_penalty),
             "logit_bias": _biases(self.logit_bias),
             "seed": None if self.seed is None else check_seed("seed", self.seed),
             "max_tokens": _integer("max_tokens", self.max_tokens, low=0),
             "min_tokens": _integer("min_tokens", self.min_tokens, low=0),
             "stop": _stop_strings(self.stop),
             "stop_token_ids": _ids("stop_token_ids", self.stop_token_ids),
-            "ignore_eos": _flag("ignore_eos", self.ignore_eos),
-            "include_stop": _flag("include_stop", self.include_stop),
+            "ignore_eos": check_flag("ignore_eos", self.ignore_eos),
+            "include_stop": check_flag("include_stop", self.include_stop),
             "n": _integer("n", self.n, low=1),
             "logprobs": None if self.logprobs is None else _integer("logprobs", self.logprobs, low=0),
             "prompt_logprobs": None
@@ -190,7 +190,7 @@ def _integer(name: str, value: Any, *, low: int, high: int | None = None, hint: 
     return number
 
 
-def _number(
+def check_number(
     name: str,
     value: Any,
     *,
@@ -199,6 +199,7 @@ def _number(
     high: float | None = None,
     forbids: bool = False,  # -inf is one, too
 ) -> float:
+    """A number within its bounds as a plain float; TypeError or ValueError that begins with `name` for what is none."""
     bounds = [f"{sign} {bound:g}" for sign, bound in ((">=", low), (">", above), ("<=", high)) if bound is not None]
     allowed = "a finite number" + (" " + " and ".join(bounds) if bounds else "") + " or -inf" * forbids
     if _is_bool(value) or isinstance(value, (str, bytes)):
@@ -214,7 +215,8 @@ def _number(
     return number
 
 
-def _flag(name: str, value: Any) -> bool:
+def check_flag(name: str, value: Any) -> bool:
+    """A plain bool, numpy's being one too; TypeError that begins with `name` for anything else, such as a string."""
     if not _is_bool(value):
         raise TypeError(f"{name} must be True or False, found {_shown(value)}")
     return bool(value)
@@ -253,5 +255,5 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
         token = _integer("a token id of logit_bias", pair[0], low=0)
         if token in found:
             raise ValueError(f"logit_bias has token id {token} twice; give each id once")
-        found[token] = _number(f"logit_bias[{token}]", pair[1], forbids=True)
+        found[token] = check_number(f"logit_bias[{token}]", pair[1], forbids=True)
     return tuple(sorted(found.items()))
