@@ -24,12 +24,14 @@ class Speed(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Measure and print a table; `argv` are the command's arguments."""
-    parser = argparse.ArgumentParser(prog="fnllm bench", description="Prefill and decode speed on this machine.")
+    from fnllm.cli import Parser  # which runs this
+
+    parser = Parser(prog="fnllm bench", description="Prefill and decode speed on this machine.")
     parser.add_argument("--model", help="folder or hub id; the embedded model when left out")
-    parser.add_argument("--batch", default="1,8", help="batch sizes, comma-separated")
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3, help="the median of so many runs counts")
+    parser.add_argument("--batch", type=counts, default="1,8", help="batch sizes, comma-separated")
+    parser.add_argument("--prompt-tokens", type=count, default=128)
+    parser.add_argument("--new-tokens", type=count, default=64)
+    parser.add_argument("--repeats", type=count, default=3, help="the median of so many runs counts")
     parser.add_argument("--dtype")
     parser.add_argument("--device")
     parser.add_argument("--compile", help="none, graphs, inductor or reduce-overhead")
@@ -37,20 +39,31 @@ def main(argv: Sequence[str]) -> int:
     if args.new_tokens < 2:
         parser.error("--new-tokens must be 2 or more: decoding is measured after the first token")
     params = load(args.model, dtype=args.dtype, device=args.device)
-    batches = [int(size) for size in args.batch.split(",")]
     options = dict(
         compile=args.compile,
-        max_num_seqs=max(batches),
+        max_num_seqs=max(args.batch),
         max_model_len=args.prompt_tokens + args.new_tokens,
         prefix_cache=False,
     )
     engine(params, **options).prepare(Sampling(temperature=0.0))
     print(f"{params.config.architecture}, {params.tree['norm'].dtype}, on {params.tree['norm'].device}")
     print(f"{'batch':>6} {'first token ms':>15} {'prefill tok/s':>14} {'decode tok/s':>13}")
-    for batch in batches:
+    for batch in args.batch:
         speed = measure(params, batch, args.prompt_tokens, args.new_tokens, args.repeats, options)
         print(f"{batch:6} {speed.first_token_s * 1e3:15.1f} {speed.prefill_tok_s:14,.0f} {speed.decode_tok_s:13,.0f}")
     return 0
+
+
+def count(text: str) -> int:
+    """An argument that counts something: 1 or more."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a number of 1 or more, found {text!r}")
+    return int(text)
+
+
+def counts(text: str) -> list[int]:
+    """Counts with commas between them."""
+    return [count(part) for part in text.split(",")]
 
 
 def measure(params, batch: int, prompt_tokens: int, new_tokens: int, repeats: int, options: dict) -> Speed:

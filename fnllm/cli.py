@@ -108,10 +108,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     show_traceback = "--traceback" in argv
     try:
-        if argv[:1] == ["bench"]:
+        words = argv[1:] if argv[:1] == ["--traceback"] else argv
+        if words[:1] == ["bench"]:
             from fnllm import bench
 
-            return bench.main(argv[1:]) or 0
+            return bench.main(words[1:]) or 0
         return run(parser().parse_args(argv), argv)
     except KeyboardInterrupt:
         print(file=sys.stderr)

@@ -12,7 +12,20 @@ def test_prints_a_line_for_each_batch_size(capsys):
     assert [line.split()[0] for line in lines[2:]] == ["1", "2"]
 
 
-def test_refuses_too_few_tokens(capsys):
-    with pytest.raises(SystemExit):
-        bench.main(["--new-tokens", "1"])
-    assert "2 or more" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--new-tokens", "1"], "2 or more"),
+        (["--batch", "abc"], "argument --batch: must be a number of 1 or more, found 'abc'"),
+        (["--batch", "1,0"], "argument --batch: must be a number of 1 or more, found '0'"),
+        (["--batch", ""], "argument --batch: must be"),
+        (["--repeats", "0"], "argument --repeats: must be a number of 1 or more, found '0'"),
+        (["--prompt-tokens", "0"], "argument --prompt-tokens: must be"),
+        (["--batches", "2"], "there is no --batches; did you mean --batch?"),
+    ],
+)
+def test_wrong_arguments_are_named_in_one_line(argv, words, capsys):
+    with pytest.raises(SystemExit) as end:
+        bench.main(argv)
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and out == "" and words in err and err.count("\n") == 1

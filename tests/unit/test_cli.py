@@ -205,7 +205,8 @@ def test_bench_gets_its_own_arguments(monkeypatch):
     monkeypatch.setitem(sys.modules, "fnllm.bench", SimpleNamespace(main=lambda args: seen.append(args)))
     monkeypatch.setattr(fnllm, "bench", sys.modules["fnllm.bench"], raising=False)
     assert cli.main(["bench", "--help", "--batch", "4"]) == 0
-    assert seen == [["--help", "--batch", "4"]]
+    assert cli.main(["--traceback", "bench", "--batch", "4"]) == 0
+    assert seen == [["--help", "--batch", "4"], ["--batch", "4"]]
 
 
 def test_chat_keeps_the_history(api, monkeypatch, capsys):
