@@ -287,7 +287,8 @@ def with_captured(
     results, first = [], 0
     for values, capture, length in zip(logprobs, captures, lengths, strict=True):
         at = wanted(capture, length, 0, length)
-        rows = {site: found[site][first : first + len(at)] for site in capture.sites}
+        # Copies: a view would keep, and save, the activations of all sequences of the pass.
+        rows = {site: found[site][first : first + len(at)].clone() for site in capture.sites}
         results.append(Scored(values, rows, tuple(at.tolist())))
         first += len(at)
     return results

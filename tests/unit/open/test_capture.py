@@ -106,6 +106,16 @@ def test_a_captured_prompt_is_computed_though_it_is_cached(tiny):
     torch.testing.assert_close(last.captured["layers.1.resid_mid"][0], seen.captured["layers.1.resid_mid"][8])
 
 
+@pytest.mark.parametrize("sites", ["layers.*.resid_post", "logits"])
+def test_a_sequences_activations_keep_and_save_no_other_sequences(tiny, sites):
+    outs = [
+        *fnllm.score(tiny, PROMPTS, capture=Capture(sites, "last")),
+        *fnllm.generate(tiny, PROMPTS, GREEDY, capture=Capture(sites, "last"), **SMALL),
+    ]
+    for x in (x for out in outs for x in out.captured.values()):
+        assert x.untyped_storage().nbytes() == x.numel() * x.element_size() > 0
+
+
 def test_nothing_captured_has_the_shape_of_its_site(tiny):
     sites = ("layers.0.q", "layers.0.resid_mid", "logits")
     out = fnllm.generate(tiny, [PROMPTS[0]], GREEDY, capture=Capture(sites, (99,)), **SMALL)[0]
