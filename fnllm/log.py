@@ -41,8 +41,8 @@ def replay(engine: Engine, log: Iterable[Event], state: State | None = None) -> 
     """Run a log from a state (None: an empty one): the last state, and what each event brought.
 
     Equal states and logs give equal block tables, and equal tokens: always under numerics="batch_invariant", otherwise
-    as far as equal batches round equally. That holds while nothing else steps on the model's cache: a state whose blocks
-    were written over takes steps to compute them again, and an entry such as "append" then finds fewer tokens.
+    as far as equal batches round equally. That holds while nothing else steps on the model's cache: a state takes steps
+    to compute again the blocks that were written over, and an entry such as "append" then finds fewer tokens.
     """
     state, results = engine.init() if state is None else state, []
     for entry in log:

@@ -75,7 +75,7 @@ def edited(x: Tensor, channel: Channel, choice: Choice, ctx: "Context") -> Tenso
     if width is not None and width != tuple(x.shape[1:]):
         raise ValueError(
             f"the edit {name_of(channel.apply)} at {channel.site} is made for activations of shape {width}; there each "
-            f"token's are {tuple(x.shape[1:])}"
+            f"token's are {tuple(x.shape[1:])}{part_of(channel.site, ctx)}"
         )
     y = channel.apply(x, ctx, *(values[entry] for values in choice.values))
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
@@ -85,6 +85,13 @@ def edited(x: Tensor, channel: Channel, choice: Choice, ctx: "Context") -> Tenso
             f"{tuple(x.shape)} {x.dtype}; found {found}"
         )
     return torch.where(choice.active[entry].view(-1, *(1,) * (x.dim() - 1)), y, x)
+
+
+def part_of(site: str, ctx: "Context") -> str:
+    """Words for an error where a rank sees only a part of the activation; none where it sees the whole."""
+    if ctx.tp.size == 1 or site.rpartition(".")[2] not in ("q", "k", "v", "logits"):
+        return ""
+    return f", the part of one of {ctx.tp.size} ranks: use a fnllm.Edit whose function takes its part by ctx.tp.rank"
 
 
 def whole_sites(captured: dict[str, Tensor], config: ModelConfig, tp: TensorParallel) -> dict[str, Tensor]:

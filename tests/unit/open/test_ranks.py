@@ -47,6 +47,29 @@ def test_ranks_capture_and_edit_as_one(name, size):
             torch.testing.assert_close(x, single[2][key], rtol=1e-4, atol=1e-4, msg=lambda m, k=key: f"{k}: {m}")
 
 
+@pytest.mark.parametrize("site, whole", [("layers.0.q", (4, 16)), ("layers.1.v", (2, 16)), ("logits", (160,))])
+def test_an_edit_of_the_whole_where_ranks_see_parts_says_so(site, whole):
+    """What to do instead is said, too, and does what the whole edit does on one rank."""
+    vector = torch.linspace(-1, 1, torch.Size(whole).numel()).view(whole)
+    shards = [fnllm_weights.load(ORACLE / "qwen3-tiny", device="cpu", rank=r, size=2) for r in range(2)]
+
+    def scores(tp, params, edit):
+        with torch.no_grad():
+            return fnllm.score(params, PROMPTS, edits=edit, tp=tp)
+
+    with pytest.raises(ValueError, match="part of one of 2 ranks: use a fnllm.Edit whose function takes its part by"):
+        fnllm.simulate(2, lambda tp, params: scores(tp, params, fnllm.steer(site, vector)), shards)
+
+    def add_part(x, ctx, values):
+        width = x.shape[1]
+        return x + values[:, ctx.tp.rank * width : (ctx.tp.rank + 1) * width]
+
+    single = scores(None, fnllm.load(ORACLE / "qwen3-tiny", device="cpu"), fnllm.steer(site, vector))
+    parts = fnllm.simulate(2, lambda tp, params: scores(tp, params, fnllm.Edit(site, add_part, vector)), shards)
+    for one in parts.results:
+        torch.testing.assert_close(one, single, rtol=1e-4, atol=1e-4)
+
+
 def test_two_ranks_score_the_bits_they_generate():
     shards = [fnllm_weights.load(ORACLE / "qwen3-tiny", device="cpu", rank=r, size=2) for r in range(2)]
 
