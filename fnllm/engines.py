@@ -221,9 +221,10 @@ class Engine:
         tokens, owners = np.zeros(0, np.int64), ()
         if self.variant.capture:
             tokens, owners = captured_rows(lambda seq_id: capture_of(planned, seq_id), plan)
-        output = self.machine.execute(
-            self.params, self.variant, plan, lambda seq_id: job_of(planned, seq_id), tokens, self.report
-        )
+        with self.machine.one_step():
+            output = self.machine.execute(
+                self.params, self.variant, plan, lambda seq_id: job_of(planned, seq_id), tokens, self.report
+            )
         results = read_back(output, len(tokens))
         return replace(state, scheduler=planned, clock=self.machine.clock), Flight(plan, results, owners)
 

@@ -1,10 +1,11 @@
 """The machine that steps run on (effect): the cache pool, the rows on the device, the compiled steps, and which step
 last wrote each block. It holds no request and decides nothing; plans come from the scheduler."""
 
+import contextlib
 import dataclasses
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +72,7 @@ class Machine:
         self.report: Report | None = None  # of those who build without saying whom to tell
         self.idle: State | None = None  # where the last `generate` ended, with its prefix cache
         self.name = uuid.uuid4().hex  # states say whose cache they count on
+        self.stepping = False  # in the thread that holds the lock
         self.lock = threading.RLock()  # held by the thread whose step, or whose whole call, is running
 
     def __reduce__(self) -> tuple:
@@ -155,6 +157,20 @@ class Machine:
         for spec, runner in self.runners.items():
             if (spec.layers, spec.edits) == (layers, variant.edits):
                 runner.graphs.clear()
+
+    @contextlib.contextmanager
+    def one_step(self) -> Iterator[None]:
+        """Within it a step runs; RuntimeError for one inside of it, which would write over its rows and blocks."""
+        if self.stepping:
+            raise RuntimeError(
+                "a function that a step calls (a layer, an edit, a logits_fn) has itself asked for a step of the same "
+                "model's machine; use fnllm.score in it, or params of its own: params._replace(workspace={})"
+            )
+        self.stepping = True
+        try:
+            yield
+        finally:
+            self.stepping = False
 
     def execute(
         self,

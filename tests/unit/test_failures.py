@@ -149,6 +149,34 @@ def test_an_error_inside_a_logits_fn_keeps_its_traceback():
     assert [entry.name for entry in caught.traceback][-2:] == ["outer", "inner"]
 
 
+@pytest.mark.parametrize("where", ["logits_fn", "layer"])
+def test_a_step_inside_a_step_is_refused_and_params_of_its_own_are_not(where):
+    """Both would write the same rows, and the outer request would go on with the inner one's."""
+    usual, inner = fnllm.Layers(), []
+
+    def run(params):
+        def ask():
+            inner.append(fnllm.generate(params, PROMPTS[1], settings(), **SMALL)[0].token_ids)
+
+        def asking(logits, history):
+            ask()
+            return logits
+
+        def mlp(p, x, ctx):
+            ask()
+            return usual.mlp(p, x, ctx)
+
+        if where == "layer":
+            return fnllm.generate(tiny(), PROMPTS[0], settings(), layers=usual._replace(mlp=mlp), **SMALL)[0]
+        return fnllm.generate(tiny(), PROMPTS[0], settings(logits_fn=asking), **SMALL)[0]
+
+    expected = alone()
+    with pytest.raises(RuntimeError, match=r"asked for a step of the same model.* fnllm.score .*workspace=\{\}"):
+        run(tiny())
+    assert alone() == expected
+    assert run(tiny()._replace(workspace={})).token_ids == expected[0] and set(inner) == {expected[1]}
+
+
 NO_DRAWS = {
     "a tensor": (lambda *a, **k: sample(*a, **k).ids, TypeError, "Sampled"),
     "int32": (lambda *a, **k: Sampled(sample(*a, **k).ids.int()), TypeError, "Sampled.ids.*torch.int32"),
