@@ -147,7 +147,7 @@ def wishes_of(params: Params, call: Call) -> list[Wish]:
 def hand_in(
     worker: Engine, wishes: Sequence[Wish], seed: int, errors: str, live: bool
 ) -> tuple[State, dict[int, Track], list[Chunk]]:
-    """The state with a request for each sample of each prompt, their tracks, and a chunk for each refused prompt.
+    """The state with a request for each sample of each prompt, their tracks, and a chunk for each refused sample.
 
     All that lies before the first token.
     """
@@ -172,7 +172,8 @@ def hand_in(
         except (TypeError, ValueError) as error:
             if errors == "raise":
                 raise
-            refused.append(Chunk(index=index, completion=failed(error)))
+            # One for each sample, so that the others' places do not depend on who was refused.
+            refused += [Chunk(index=index, sample=i, completion=failed(error)) for i in range(sampling.n)]
     if not live:
         order = longest_first(requests, state.scheduler.config)
         requests, tracks = [requests[i] for i in order], [tracks[i] for i in order]

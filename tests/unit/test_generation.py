@@ -373,6 +373,8 @@ def test_a_refused_request_leaves_the_others():
     settings = [SHORT, dataclasses.replace(SHORT, stop="x"), dataclasses.replace(SHORT, stop_token_ids=[41])]
     done = fnllm.generate(tiny(), PROMPTS[:3], settings, errors="return", **SMALL)
     assert [one.error is None for one in done] == [True, False, False]
+    twice = fnllm.generate(tiny(), prompts, dataclasses.replace(SHORT, n=2), errors="return", **SMALL)
+    assert [one.finish_reason for one in twice] == ["length"] * 2 + ["error"] * 6 + ["length"] * 2
     chunks = list(fnllm.stream(tiny(), prompts, SHORT, errors="return", **SMALL))
     assert sorted(c.index for c in chunks if c.finished and c.completion.error) == [1, 2, 3]
 
