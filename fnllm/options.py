@@ -93,7 +93,7 @@ def positive(name: str, value: Any) -> int:
     except TypeError:
         number = 0
     if number < 1:
-        raise ValueError(f"{name} must be a positive integer or None, found {value!r}")
+        raise ValueError(f"{name} must be a positive integer, found {value!r}")
     return number
 
 

@@ -19,6 +19,7 @@ from fnllm.edits import Edit, channels_of, edits_of_each
 from fnllm.layers import Layers
 from fnllm.model import forward, head_logits
 from fnllm.numerics import BACKEND, check_numerics, exchanges_for, layers_for
+from fnllm.options import positive
 from fnllm.parameters import check_model
 from fnllm.prompts import normalise
 from fnllm.rope import Rope, make_rope, rope_tables
@@ -66,7 +67,7 @@ def score(
     edits, in grad mode; `checkpoint` recomputes each sublayer in the backward pass instead of keeping its activations.
     With `capture` (as in `generate`; a sequence counts as a prompt) the results are `Scored`. `numerics` as in
     `EngineOptions`. Sequences are packed into passes of at most `max_batched_tokens` tokens (a longer one makes a pass
-    of its own). Raises ValueError for an empty sequence or an id outside the vocabulary.
+    of its own). Raises ValueError for an empty sequence, an id outside the vocabulary, or a limit below one token.
     """
     layers = check_model(params, layers)
     given = list(sequences) if isinstance(sequences, Iterator) else sequences
@@ -126,6 +127,7 @@ def passes(
 ) -> Iterator[Pass]:
     """Packed forward passes over the sequences, in order."""
     check_numerics(numerics)
+    limit = positive("max_batched_tokens", max_batched_tokens)
     if checkpoint and in_torch_func():
         raise ValueError("checkpoint=True cannot run inside torch.func; leave it out, or use backward()")
     device = params.tree["norm"].device
@@ -136,7 +138,7 @@ def passes(
     chosen = edits_of_each(edits, len(ids))
     for edit in (edit for some in chosen for edit in some):
         expand(params.config, Capture(edit.site))
-    for group in packs([len(s) for s in ids], max_batched_tokens):
+    for group in packs([len(s) for s in ids], limit):
         some = [ids[i] for i in group]
         flat = torch.tensor([token for one in some for token in one], device=device)
         batch = packed_batch(flat, [len(one) for one in some], rope)

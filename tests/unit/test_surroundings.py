@@ -154,7 +154,7 @@ def test_settings_beyond_float32_are_its_ends():
 
 def test_sizes_may_be_numpys():
     assert run(fresh(), block_size=np.int64(4)) == run(fresh())
-    with pytest.raises(ValueError, match="block_size must be a positive integer or None, found True"):
+    with pytest.raises(ValueError, match="block_size must be a positive integer, found True"):
         run(fresh(), block_size=True)
 
 

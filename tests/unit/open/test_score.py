@@ -204,3 +204,9 @@ def test_float64_stays_float64(checkpoint):
 def test_bad_sequences_are_named(tiny, ids, words):
     with pytest.raises(ValueError, match=words):
         fnllm.score(tiny, ids)
+
+
+@pytest.mark.parametrize("limit", [0, -5, 2.5, "8", None, True])
+def test_a_limit_below_one_token_is_named(tiny, limit):
+    with pytest.raises(ValueError, match=f"max_batched_tokens must be a positive integer, found {limit!r}"):
+        fnllm.score(tiny, IDS, max_batched_tokens=limit)
