@@ -242,19 +242,23 @@ class Engine:
 
     def collect_failed(self, state: State, flight: Flight, ids: np.ndarray) -> tuple[State, StepEvents]:
         """`collect`, where some of the ids are no tokens: their sequences end, and their blocks are cleaned."""
-        plan, vocab_size = flight.plan, self.params.config.vocab_size
+        machine, plan, vocab_size = self.machine, flight.plan, self.params.config.vocab_size
+        with machine.lock, set_aside(machine.device):
+            # A state that others have stepped past must still notice what they wrote.
+            current = (state.clock, state.machine) == (machine.clock, machine.name)
+            broken = machine.clean()
+            clock = machine.clock if current else state.clock
         failed = failures(state.scheduler, plan, ids, vocab_size)
         planned = state.scheduler
         for seq_id, _ in failed:
             planned = scheduler.finish(planned, seq_id, "error")
         # `commit` takes tokens alone: any stands for those that no sequence accepts any more.
         planned, events = scheduler.commit(planned, plan, np.where(no_tokens(ids, vocab_size), 0, ids))
-        with self.machine.lock, set_aside(self.machine.device):
-            planned = scheduler.invalidate(planned, self.machine.clean())
+        planned = scheduler.invalidate(planned, broken)
         errors = (Finished(seq_id, "error", None) for seq_id, _ in failed)
         events = replace(events, finished=(*events.finished, *errors))
         step = StepEvents(events, plan, flight.results, flight.captured, failed)
-        return replace(state, scheduler=planned, clock=self.machine.clock), step
+        return replace(state, scheduler=planned, clock=clock), step
 
     def recover(self, state: State) -> State:
         """Continue a state that the machine has left since: blocks others wrote are forgotten and computed anew.
