@@ -248,7 +248,7 @@ class Engine:
             current = (state.clock, state.machine) == (machine.clock, machine.name)
             broken = machine.clean()
             clock = machine.clock if current else state.clock
-        failed = failures(state.scheduler, plan, ids, vocab_size)
+        failed = failures(state.scheduler, plan, ids, vocab_size, broken)
         planned = state.scheduler
         for seq_id, _ in failed:
             planned = scheduler.finish(planned, seq_id, "error")
