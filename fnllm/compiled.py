@@ -140,7 +140,7 @@ class StepRunner:
 
     def refresh(self, graph: Recorded, host: HostInputs) -> None:
         """Copy to the graph's inputs what differs from the step before: in a steady decode nothing."""
-        sent = graph.sent
+        sent, graph.sent = graph.sent, None  # unknown, should this be cut short
         for index, (target, new) in enumerate(zip(graph.inputs, host, strict=True)):
             if target is not None and (sent is None or not np.array_equal(sent[index], new)):
                 target.copy_(send(torch.from_numpy(new), self.device), non_blocking=True)

@@ -3,12 +3,16 @@
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import GREEDY, tiny
 
 import fnllm
 import fnllm.machine
+from fnllm.batch import StepInputs
+from fnllm.buckets import HostInputs
+from fnllm.compiled import Recorded
 
 SMALL = {"max_model_len": 40, "max_num_seqs": 4, "block_size": 4, "num_blocks": 30}
 PROMPT = [3, 1, 2, 4]
@@ -60,6 +64,28 @@ def test_graphs_go_with_the_weights_whose_addresses_they_hold(monkeypatch, numer
         fnllm.weights_changed(params)
     machine.version_of(params, fnllm.engine(params, **swapped, **SMALL).variant)
     assert not runner.graphs
+
+
+def test_inputs_of_a_graph_that_were_sent_in_part_are_sent_again():
+    """As where an interrupt falls between two of them."""
+
+    class Breaking:
+        def copy_(self, new, non_blocking):
+            raise KeyboardInterrupt
+
+    params = tiny(0)._replace(workspace={})
+    generate(params)
+    ((runner,),) = (machine.runners.values() for machine in params.workspace.values())
+    first, second = (HostInputs(np.array([n]), np.array([n > 0]), np.array([0, 1])) for n in range(2))
+    inputs = StepInputs(torch.zeros(1, dtype=torch.int64), torch.zeros(1).bool(), torch.arange(2), None)
+    graph = Recorded(None, inputs, None, None, params.tree)
+    runner.refresh(graph, first)
+    graph.inputs = inputs._replace(accept=Breaking())
+    with pytest.raises(KeyboardInterrupt):
+        runner.refresh(graph, second)
+    graph.inputs = inputs
+    runner.refresh(graph, first)
+    assert inputs.row.tolist() == [0] and not inputs.accept.any()
 
 
 @pytest.fixture
