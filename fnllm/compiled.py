@@ -16,6 +16,7 @@ from fnllm.batch import Rows, StepInputs
 from fnllm.buckets import Bucket, HostInputs, padding
 from fnllm.cache import KVCache
 from fnllm.fusing import fuse_norms
+from fnllm.held import tensors_of
 from fnllm.options import Settings
 from fnllm.rope import Rope
 from fnllm.rows import send
@@ -63,6 +64,7 @@ class Recorded:
     sent: HostInputs | None
     output: StepOutput
     tree: ParamTree
+    addresses: list[int]  # of its tensors when the graph was captured
 
 
 class StepRunner:
@@ -103,6 +105,10 @@ class StepRunner:
         self.refresh(graph, host)
         graph.graph.replay()
         return graph.output
+
+    def drop_moved(self) -> None:
+        """Drop the graphs whose parameters lie elsewhere by now, in the same tree: in other tensors or storages."""
+        self.graphs = {key: one for key, one in self.graphs.items() if addresses(one.tree) == one.addresses}
 
     def function(self, bucket: Bucket) -> Callable[..., StepOutput]:
         """The step as a function of (tree, resident, inputs): eager, or compiled once for all sizes but one entry."""
@@ -162,7 +168,7 @@ class StepRunner:
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             output = run(tree, self.resident, inputs)
         report(f"captured {bucket.name} in {time.perf_counter() - began:.1f} s")
-        found = Recorded(graph, inputs, None, output, tree)
+        found = Recorded(graph, inputs, None, output, tree, addresses(tree))
         # At the program's end too, where NCCL waits for every graph that holds its collectives.
         weakref.finalize(found, graph.reset)
         return found
@@ -192,6 +198,11 @@ def inductor_options() -> dict[str, Any]:
 def graphs_traced() -> int:
     """How many graphs torch.compile has made in this process; asking loads the compiler."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def addresses(tree: ParamTree) -> list[int]:
+    """Where the tensors of a parameter tree lie."""
+    return [leaf.data_ptr() for leaf in tensors_of(tree)]
 
 
 def same_storage(a: Any, b: Any) -> bool:

@@ -1,5 +1,6 @@
 """The machine behind the engines: what it finds again, what it builds anew, and whom it tells."""
 
+import copy
 import dataclasses
 import itertools
 
@@ -12,7 +13,7 @@ import fnllm
 import fnllm.machine
 from fnllm.batch import StepInputs
 from fnllm.buckets import HostInputs
-from fnllm.compiled import Recorded
+from fnllm.compiled import Recorded, addresses
 
 SMALL = {"max_model_len": 40, "max_num_seqs": 4, "block_size": 4, "num_blocks": 30}
 PROMPT = [3, 1, 2, 4]
@@ -66,6 +67,31 @@ def test_graphs_go_with_the_weights_whose_addresses_they_hold(monkeypatch, numer
     assert not runner.graphs
 
 
+def give_storage(tree):
+    tree["layers"][1]["down"].data = tree["layers"][1]["down"].data.clone()
+
+
+def give_tensor(tree):
+    tree["layers"][1]["down"] = tree["layers"][1]["down"].clone()
+
+
+@pytest.mark.parametrize("move", [give_storage, give_tensor])
+def test_graphs_go_with_parameters_that_move_within_their_tree(move):
+    mine, others = (copy.deepcopy(tiny(0).tree) for _ in range(2))
+    params = tiny(0)._replace(tree=mine, workspace={})
+    generate(params)
+    (machine,) = params.workspace.values()
+    (runner,) = machine.runners.values()
+    for name, tree in (("mine", mine), ("others", others)):
+        runner.graphs[name] = Recorded(None, None, None, None, tree, addresses(tree))
+    generate(params._replace(tree=others))
+    generate(params)
+    assert [*runner.graphs] == ["mine", "others"], "trees that take turns leave each other's graphs alone"
+    move(mine)
+    generate(params)
+    assert [*runner.graphs] == ["others"]
+
+
 def test_inputs_of_a_graph_that_were_sent_in_part_are_sent_again():
     """As where an interrupt falls between two of them."""
 
@@ -78,7 +104,7 @@ def test_inputs_of_a_graph_that_were_sent_in_part_are_sent_again():
     ((runner,),) = (machine.runners.values() for machine in params.workspace.values())
     first, second = (HostInputs(np.array([n]), np.array([n > 0]), np.array([0, 1])) for n in range(2))
     inputs = StepInputs(torch.zeros(1, dtype=torch.int64), torch.zeros(1).bool(), torch.arange(2), None)
-    graph = Recorded(None, inputs, None, None, params.tree)
+    graph = Recorded(None, inputs, None, None, params.tree, [])
     runner.refresh(graph, first)
     graph.inputs = inputs._replace(accept=Breaking())
     with pytest.raises(KeyboardInterrupt):
