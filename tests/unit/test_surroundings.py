@@ -120,6 +120,14 @@ def test_an_engine_built_in_a_mode_works_in_it_and_outside(mode, sampling):
         assert run(params, BUSY) == run(params, BUSY)
 
 
+def test_autocast_changes_no_prompts_logprobs():
+    params = fresh()
+    plain = fnllm.generate(params, PROMPTS, BUSY, **SMALL)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = fnllm.generate(params, PROMPTS, BUSY, **SMALL)
+    assert [one.prompt_logprobs for one in inside] == [one.prompt_logprobs for one in plain]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_params_loaded_in_a_mode_can_be_trained_outside(mode, tmp_path):
     fnllm.save(fresh(), tmp_path)
