@@ -1,7 +1,9 @@
 """The engine: a loop body around the pure step. `step` is `schedule`, launch, read back, `commit`."""
 
+import contextlib
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -352,11 +354,29 @@ def machine_for(
     weight = params.tree["norm"]
     num_ids = None if params.tokenizer is None else params.tokenizer.num_ids
     key = (wanted, tp, params.config, params.shard, weight.dtype, weight.device, num_ids)
-    if workspace.get(key) is None:
-        resolved = resolve(wanted, params.config, weight.device.type == "cuda")
-        with set_aside(weight.device):
-            workspace[key] = Machine(params, resolved, tp)
-    return workspace[key]
+    with alone_with((id(workspace), key)):
+        if workspace.get(key) is None:
+            resolved = resolve(wanted, params.config, weight.device.type == "cuda")
+            with set_aside(weight.device):
+                workspace[key] = Machine(params, resolved, tp)
+        return workspace[key]
+
+
+CHANGED, BUILDING = threading.Condition(), set()  # which machines the threads of this process build just now
+
+
+@contextlib.contextmanager
+def alone_with(machine: Hashable) -> Iterator[None]:
+    """Within it no other thread builds, or asks for, the same machine: the memory is there for one."""
+    with CHANGED:
+        CHANGED.wait_for(lambda: machine not in BUILDING)
+        BUILDING.add(machine)
+    try:
+        yield
+    finally:
+        with CHANGED:
+            BUILDING.remove(machine)
+            CHANGED.notify_all()
 
 
 def quiet(line: str) -> None:

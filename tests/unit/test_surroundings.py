@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from tiny_models import tiny
 
 import fnllm
 from fnllm.distributed import agree
+from fnllm.machine import Machine
 from fnllm_weights import Shard
 
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8], [9]]
@@ -52,6 +54,32 @@ def test_threads_that_share_params_get_what_each_gets_alone(live):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_threads_that_begin_together_share_one_machine(monkeypatch):
+    params, made, found = fresh(), [], []
+
+    class Slow(Machine):
+        def __init__(self, *args):
+            made.append(self)
+            time.sleep(0.1)
+            super().__init__(*args)
+
+    monkeypatch.setattr("fnllm.engines.Machine", Slow)
+    threads = [threading.Thread(target=lambda: found.append(run(params))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1 and found == [run(fresh())] * 3
+
+
+def test_a_machine_that_cannot_be_built_keeps_no_thread_waiting():
+    params = fresh()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="max_model_len"):
+            run(params, max_model_len=10**6)
+    assert run(params) == run(fresh())
 
 
 def test_an_error_in_one_thread_leaves_the_machine_to_the_others():
