@@ -151,7 +151,8 @@ def hand_in(
     All that lies before the first token.
     """
     params, machine = worker.params, worker.machine
-    state = replace(machine.idle, variant=worker.variant) if machine.idle else worker.init()
+    idle = machine.idle  # read once: another thread may take it meanwhile
+    state = replace(idle, variant=worker.variant) if idle else worker.init()
     now = time.perf_counter()
     requests: list[Request] = []
     tracks: list[Track] = []

@@ -82,6 +82,17 @@ def test_a_machine_that_cannot_be_built_keeps_no_thread_waiting():
     assert run(params) == run(fresh())
 
 
+def test_a_call_goes_on_from_where_another_rested_even_if_a_third_takes_it(monkeypatch):
+    params = fresh()
+    wanted = run(params)
+    (machine,) = params.workspace.values()
+    looks = iter([machine.idle])  # what the first look finds, and nothing after it
+    monkeypatch.setattr(
+        Machine, "idle", property(lambda self: next(looks, None), lambda self, state: None), raising=False
+    )
+    assert run(params) == wanted
+
+
 def test_an_error_in_one_thread_leaves_the_machine_to_the_others():
     params = fresh()
 
