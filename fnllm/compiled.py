@@ -114,11 +114,12 @@ class StepRunner:
         """The step as a function of (tree, resident, inputs): eager, or compiled once for all sizes but one entry."""
         kind = (bucket.entries == 1, bucket.max_context)  # torch.compile specialises on size one
         if kind not in self.compiled:
+            spec = self.spec  # not `self`: in a cycle the cache would outlive its params until Python's collector comes
 
             def run(tree: ParamTree, resident: Resident, inputs: StepInputs) -> StepOutput:
                 longest = 1 if inputs.token_ids is None else inputs.token_ids.shape[0]
                 return advance_in_place(
-                    tree, resident, inputs, spec=self.spec, max_seqlen=longest, max_context=bucket.max_context
+                    tree, resident, inputs, spec=spec, max_seqlen=longest, max_context=bucket.max_context
                 )
 
             if self.settings.traced:

@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+import gc
 import itertools
+import weakref
 
 import numpy as np
 import pytest
@@ -90,6 +92,20 @@ def test_graphs_go_with_parameters_that_move_within_their_tree(move):
     move(mine)
     generate(params)
     assert [*runner.graphs] == ["others"]
+
+
+def test_a_cache_goes_with_its_params_and_waits_for_no_collection():
+    params = tiny(0)._replace(workspace={})
+    generate(params)
+    (machine,) = params.workspace.values()
+    pool = weakref.ref(machine.resident.cache.k[0])
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        del params, machine
+        assert pool() is None
+    finally:
+        (gc.enable if was else gc.disable)()
 
 
 def test_inputs_of_a_graph_that_were_sent_in_part_are_sent_again():
