@@ -192,7 +192,8 @@ class Engine:
     def prepare(self, sampling: Sampling) -> None:
         """Build the steps for requests sampled like this one beforehand; otherwise each is built when first needed."""
         features = features_of([sampling], eos_token_ids=self.params.config.eos_token_ids)
-        self.machine.prepare(self.params, self.variant, features, self.report)
+        with self.machine.lock, set_aside(self.machine.device):
+            self.machine.prepare(self.params, self.variant, features, self.report)
 
     def step(self, state: State) -> tuple[State, StepEvents | None]:
         """One step, waited for; None when there is nothing to do."""

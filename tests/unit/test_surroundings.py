@@ -159,6 +159,24 @@ def test_an_engine_built_in_a_mode_works_in_it_and_outside(mode, sampling):
         assert run(params, BUSY) == run(params, BUSY)
 
 
+@pytest.mark.parametrize("mode", ["inference", "autocast"])
+def test_steps_are_prepared_in_no_mode_of_the_callers_and_by_one_thread(mode, monkeypatch):
+    """What a graph reads is made there, and written by later steps."""
+    worker, found = fnllm.engine(fresh(), **SMALL), []
+
+    def prepare(machine, *args):
+        lock_free = []
+        thread = threading.Thread(target=lambda: lock_free.append(machine.lock.acquire(blocking=False)))
+        thread.start()
+        thread.join()
+        found.append((torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"), *lock_free))
+
+    monkeypatch.setattr(Machine, "prepare", prepare)
+    with MODES[mode]():
+        worker.prepare(GREEDY)
+    assert found == [(False, False, False)]
+
+
 def test_autocast_changes_no_prompts_logprobs():
     params = fresh()
     plain = fnllm.generate(params, PROMPTS, BUSY, **SMALL)
