@@ -32,10 +32,11 @@ from fnllm.options import EngineOptions, resolve
 from fnllm.parameters import check_model
 from fnllm.prompts import check_ids
 from fnllm.readback import Readback, read_back
+from fnllm.rope import longest_shared
 from fnllm.sampler import child_seed, features_of
 from fnllm.sampling import Sampling, check_sampling, check_seed
 from fnllm.scheduler import Events, Finished, Plan, Request, SchedulerConfig, TokenIds
-from fnllm.state import State, check_state
+from fnllm.state import State, check_state, may_share
 from fnllm.tensor_parallel import TensorParallel
 from fnllm_weights import Params
 
@@ -109,6 +110,7 @@ class Engine:
             self.variant,
             self.params.config.vocab_size,
             self.machine.name,
+            longest_shared(self.params.config),
         )
 
     def request(
@@ -169,7 +171,7 @@ class Engine:
             stop_token_ids=stops,
             cache_key=key,
             # What is captured must be computed, not found.
-            use_cache=not needs_whole_prompt(capture, len(prompt)),
+            use_cache=not needs_whole_prompt(capture, len(prompt)) and may_share(len(prompt), longest_shared(config)),
             payload=Job(
                 sampling,
                 child_seed(seed if sampling.seed is None else sampling.seed, sample),
