@@ -213,6 +213,8 @@ def test_settings_beyond_float32_are_its_ends():
     assert len(set(never)) == 6
     (always, *_) = run(fresh(), fnllm.Sampling(logit_bias={5: 1e300}, **base))
     assert always == (5,) * 6
+    endless = fnllm.Sampling(temperature=0, max_tokens=2**64, min_tokens=2**63, stop_token_ids=(5,), ignore_eos=True)
+    assert [len(ids) for ids in run(fresh(), endless)] == [64 - len(prompt) for prompt in PROMPTS]
     (again, *_) = run(fresh(), fnllm.Sampling(repetition_penalty=1e-300, frequency_penalty=-1e300, **base))
     assert len(set(again)) == 1
 
