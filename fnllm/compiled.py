@@ -16,6 +16,7 @@ from fnllm.batch import Rows, StepInputs
 from fnllm.buckets import Bucket, HostInputs, padding
 from fnllm.cache import KVCache
 from fnllm.fusing import fuse_norms
+from fnllm.held import tensors_of
 from fnllm.options import Settings
 from fnllm.rope import Rope
 from fnllm.rows import send
@@ -63,6 +64,7 @@ class Recorded:
     sent: HostInputs | None
     output: StepOutput
     tree: ParamTree
+    addresses: list[int]  # of its tensors when the graph was captured
 
 
 class StepRunner:
@@ -104,15 +106,20 @@ class StepRunner:
         graph.graph.replay()
         return graph.output
 
+    def drop_moved(self) -> None:
+        """Drop the graphs whose parameters lie elsewhere by now, in the same tree: in other tensors or storages."""
+        self.graphs = {key: one for key, one in self.graphs.items() if addresses(one.tree) == one.addresses}
+
     def function(self, bucket: Bucket) -> Callable[..., StepOutput]:
         """The step as a function of (tree, resident, inputs): eager, or compiled once for all sizes but one entry."""
         kind = (bucket.entries == 1, bucket.max_context)  # torch.compile specialises on size one
         if kind not in self.compiled:
+            spec = self.spec  # not `self`: in a cycle the cache would outlive its params until Python's collector comes
 
             def run(tree: ParamTree, resident: Resident, inputs: StepInputs) -> StepOutput:
                 longest = 1 if inputs.token_ids is None else inputs.token_ids.shape[0]
                 return advance_in_place(
-                    tree, resident, inputs, spec=self.spec, max_seqlen=longest, max_context=bucket.max_context
+                    tree, resident, inputs, spec=spec, max_seqlen=longest, max_context=bucket.max_context
                 )
 
             if self.settings.traced:
@@ -140,7 +147,7 @@ class StepRunner:
 
     def refresh(self, graph: Recorded, host: HostInputs) -> None:
         """Copy to the graph's inputs what differs from the step before: in a steady decode nothing."""
-        sent = graph.sent
+        sent, graph.sent = graph.sent, None  # unknown, should this be cut short
         for index, (target, new) in enumerate(zip(graph.inputs, host, strict=True)):
             if target is not None and (sent is None or not np.array_equal(sent[index], new)):
                 target.copy_(send(torch.from_numpy(new), self.device), non_blocking=True)
@@ -162,7 +169,7 @@ class StepRunner:
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             output = run(tree, self.resident, inputs)
         report(f"captured {bucket.name} in {time.perf_counter() - began:.1f} s")
-        found = Recorded(graph, inputs, None, output, tree)
+        found = Recorded(graph, inputs, None, output, tree, addresses(tree))
         # At the program's end too, where NCCL waits for every graph that holds its collectives.
         weakref.finalize(found, graph.reset)
         return found
@@ -192,6 +199,11 @@ def inductor_options() -> dict[str, Any]:
 def graphs_traced() -> int:
     """How many graphs torch.compile has made in this process; asking loads the compiler."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def addresses(tree: ParamTree) -> list[int]:
+    """Where the tensors of a parameter tree lie."""
+    return [leaf.data_ptr() for leaf in tensors_of(tree)]
 
 
 def same_storage(a: Any, b: Any) -> bool:

@@ -1,7 +1,9 @@
 """The engine: a loop body around the pure step. `step` is `schedule`, launch, read back, `commit`."""
 
+import contextlib
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -30,10 +32,11 @@ from fnllm.options import EngineOptions, resolve
 from fnllm.parameters import check_model
 from fnllm.prompts import check_ids
 from fnllm.readback import Readback, read_back
+from fnllm.rope import longest_shared
 from fnllm.sampler import child_seed, features_of
 from fnllm.sampling import Sampling, check_sampling, check_seed
 from fnllm.scheduler import Events, Finished, Plan, Request, SchedulerConfig, TokenIds
-from fnllm.state import State, check_state
+from fnllm.state import State, check_state, may_share
 from fnllm.tensor_parallel import TensorParallel
 from fnllm_weights import Params
 
@@ -107,6 +110,7 @@ class Engine:
             self.variant,
             self.params.config.vocab_size,
             self.machine.name,
+            longest_shared(self.params.config),
         )
 
     def request(
@@ -167,7 +171,7 @@ class Engine:
             stop_token_ids=stops,
             cache_key=key,
             # What is captured must be computed, not found.
-            use_cache=not needs_whole_prompt(capture, len(prompt)),
+            use_cache=not needs_whole_prompt(capture, len(prompt)) and may_share(len(prompt), longest_shared(config)),
             payload=Job(
                 sampling,
                 child_seed(seed if sampling.seed is None else sampling.seed, sample),
@@ -190,7 +194,8 @@ class Engine:
     def prepare(self, sampling: Sampling) -> None:
         """Build the steps for requests sampled like this one beforehand; otherwise each is built when first needed."""
         features = features_of([sampling], eos_token_ids=self.params.config.eos_token_ids)
-        self.machine.prepare(self.params, self.variant, features, self.report)
+        with self.machine.lock, set_aside(self.machine.device):
+            self.machine.prepare(self.params, self.variant, features, self.report)
 
     def step(self, state: State) -> tuple[State, StepEvents | None]:
         """One step, waited for; None when there is nothing to do."""
@@ -243,19 +248,23 @@ class Engine:
 
     def collect_failed(self, state: State, flight: Flight, ids: np.ndarray) -> tuple[State, StepEvents]:
         """`collect`, where some of the ids are no tokens: their sequences end, and their blocks are cleaned."""
-        plan, vocab_size = flight.plan, self.params.config.vocab_size
-        failed = failures(state.scheduler, plan, ids, vocab_size)
+        machine, plan, vocab_size = self.machine, flight.plan, self.params.config.vocab_size
+        with machine.lock, set_aside(machine.device):
+            # A state that others have stepped past must still notice what they wrote.
+            current = (state.clock, state.machine) == (machine.clock, machine.name)
+            broken = machine.clean()
+            clock = machine.clock if current else state.clock
+        failed = failures(state.scheduler, plan, ids, vocab_size, broken)
         planned = state.scheduler
         for seq_id, _ in failed:
             planned = scheduler.finish(planned, seq_id, "error")
         # `commit` takes tokens alone: any stands for those that no sequence accepts any more.
         planned, events = scheduler.commit(planned, plan, np.where(no_tokens(ids, vocab_size), 0, ids))
-        with self.machine.lock, set_aside(self.machine.device):
-            planned = scheduler.invalidate(planned, self.machine.clean())
+        planned = scheduler.invalidate(planned, broken)
         errors = (Finished(seq_id, "error", None) for seq_id, _ in failed)
         events = replace(events, finished=(*events.finished, *errors))
         step = StepEvents(events, plan, flight.results, flight.captured, failed)
-        return replace(state, scheduler=planned, clock=self.machine.clock), step
+        return replace(state, scheduler=planned, clock=clock), step
 
     def recover(self, state: State) -> State:
         """Continue a state that the machine has left since: blocks others wrote are forgotten and computed anew.
@@ -349,11 +358,29 @@ def machine_for(
     weight = params.tree["norm"]
     num_ids = None if params.tokenizer is None else params.tokenizer.num_ids
     key = (wanted, tp, params.config, params.shard, weight.dtype, weight.device, num_ids)
-    if workspace.get(key) is None:
-        resolved = resolve(wanted, params.config, weight.device.type == "cuda")
-        with set_aside(weight.device):
-            workspace[key] = Machine(params, resolved, tp)
-    return workspace[key]
+    with alone_with((id(workspace), key)):
+        if workspace.get(key) is None:
+            resolved = resolve(wanted, params.config, weight.device.type == "cuda")
+            with set_aside(weight.device):
+                workspace[key] = Machine(params, resolved, tp)
+        return workspace[key]
+
+
+CHANGED, BUILDING = threading.Condition(), set()  # which machines the threads of this process build just now
+
+
+@contextlib.contextmanager
+def alone_with(machine: Hashable) -> Iterator[None]:
+    """Within it no other thread builds, or asks for, the same machine: the memory is there for one."""
+    with CHANGED:
+        CHANGED.wait_for(lambda: machine not in BUILDING)
+        BUILDING.add(machine)
+    try:
+        yield
+    finally:
+        with CHANGED:
+            BUILDING.remove(machine)
+            CHANGED.notify_all()
 
 
 def quiet(line: str) -> None:

@@ -1,5 +1,7 @@
 """Requests whose next token could not be drawn: which, and what is said of each (pure)."""
 
+from collections.abc import Collection
+
 import numpy as np
 from jaxtyping import Bool, Int32
 
@@ -20,13 +22,16 @@ def any_failed(ids: Int32[np.ndarray, " B"], vocab_size: int) -> bool:
 
 
 def failures(
-    state: SchedulerState, plan: Plan, ids: Int32[np.ndarray, " B"], vocab_size: int
+    state: SchedulerState, plan: Plan, ids: Int32[np.ndarray, " B"], vocab_size: int, broken: Collection[int]
 ) -> tuple[tuple[int, Exception], ...]:
-    """(sequence, error) of every entry whose sequence waits for this step's token and got none."""
+    """(sequence, error) of every entry whose sequence waits for this step's token and got none.
+
+    Also of a chunk of a prompt that is behind one of the `broken` blocks: computed anew it would only break again.
+    """
     found = []
-    for entry in np.flatnonzero(plan.samples & no_tokens(ids, vocab_size)).tolist():
+    for entry in np.flatnonzero(no_tokens(ids, vocab_size)).tolist():
         seq_id = int(plan.seq_ids[entry])
-        if awaits(state, plan, seq_id):
+        if awaits(state, plan, seq_id) and (plan.samples[entry] or not holds(state, seq_id).isdisjoint(broken)):
             request = state.sequences[seq_id].request
             place = int(plan.starts[entry] + plan.query_lens[entry])
             found.append((seq_id, failure(int(ids[entry]), request.payload.sampling, plan.step, place, vocab_size)))
@@ -41,6 +46,11 @@ def awaits(state: SchedulerState, plan: Plan, seq_id: int) -> bool:
     if sequence.row >= 0:
         return int(state.rows.joined[sequence.row]) <= plan.step
     return sequence.pending > 0 and sequence.joined <= plan.step
+
+
+def holds(state: SchedulerState, seq_id: int) -> frozenset[int]:
+    """The blocks of a sequence."""
+    return frozenset(state.sequences[seq_id].table)
 
 
 def failure(id: int, sampling: Sampling, step: int, place: int, vocab_size: int) -> Exception:

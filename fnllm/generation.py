@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any, NamedTuple, SupportsIndex
 
-from fnllm.ambient import full_collections_off
+from fnllm.ambient import full_collections_off, set_aside
 from fnllm.capture import Capture, capture_bytes, captures_of_each, expand, union_of_sites
 from fnllm.completion import Chunk, Completion, failed
 from fnllm.distributed import agree
@@ -152,7 +152,8 @@ def hand_in(
     All that lies before the first token.
     """
     params, machine = worker.params, worker.machine
-    state = replace(machine.idle, variant=worker.variant) if machine.idle else worker.init()
+    idle = machine.idle  # read once: another thread may take it meanwhile
+    state = replace(idle, variant=worker.variant) if idle else worker.init()
     now = time.perf_counter()
     requests: list[Request] = []
     tracks: list[Track] = []
@@ -278,16 +279,17 @@ def score_prompts(
     asked = {one.index: one for one in tracks.values() if one.sampling.prompt_logprobs is not None}
     if not asked:
         return
-    found = prompt_logprobs(
-        params,
-        [one.prompt for one in asked.values()],
-        [one.sampling.prompt_logprobs or 0 for one in asked.values()],
-        layers=layers,
-        edits=[edits[index] for index in asked],
-        numerics=machine.settings.numerics,
-        max_batched_tokens=machine.settings.max_num_batched_tokens,
-        tp=machine.tp,
-    )
+    with set_aside(machine.device):  # as the steps are, whose numbers these stand beside
+        found = prompt_logprobs(
+            params,
+            [one.prompt for one in asked.values()],
+            [one.sampling.prompt_logprobs or 0 for one in asked.values()],
+            layers=layers,
+            edits=[edits[index] for index in asked],
+            numerics=machine.settings.numerics,
+            max_batched_tokens=machine.settings.max_num_batched_tokens,
+            tp=machine.tp,
+        )
     of_prompt = dict(zip(asked, found, strict=True))
     for one in tracks.values():
         one.prompt_logprobs = of_prompt.get(one.index)

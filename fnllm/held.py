@@ -90,6 +90,7 @@ def parts(x: Any) -> Iterator[Any]:
     if isinstance(x, torch.nn.Module):
         yield from x.parameters()
         yield from x.buffers()
+        yield type(x).forward
     elif isinstance(x, (dict, list, tuple)):
         if len(x) <= LARGEST:
             yield from x.values() if isinstance(x, dict) else x
@@ -101,10 +102,18 @@ def parts(x: Any) -> Iterator[Any]:
     elif isinstance(x, types.FunctionType):
         yield from (x.__defaults__ or (), x.__kwdefaults__ or {})
         yield from (cell.cell_contents for cell in x.__closure__ or () if cell != types.CellType())
-        for name in x.__code__.co_names:
+        for name in names_in(x.__code__):
             y = x.__globals__.get(name)
             of_this_file = isinstance(y, types.FunctionType) and y.__globals__ is x.__globals__
             if of_this_file or isinstance(y, (Tensor, torch.nn.Module, dict, list, tuple)):
                 yield y
     elif callable(x) and not isinstance(x, type):
-        yield getattr(x, "__dict__", {})
+        yield from (getattr(x, "__dict__", {}), type(x).__call__)
+
+
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """The names that a function looks up, those in the functions and comprehensions inside it too."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from names_in(inner)

@@ -135,9 +135,12 @@ class Machine:
         """A number that changes whenever a weight does: another tensor, or the same one written in place.
 
         Tensors that the variant's functions hold are weights like those of `params`. Reads none of them. Graphs that
-        hold the address of a tensor whose place such a function has given to another are dropped.
+        hold the address of a tensor whose place such a function, or the tree, has given to another are dropped.
         """
-        version, _ = self.versions.of(None, list(tensors_of(params.tree)))
+        version, moved = self.versions.of(None, list(tensors_of(params.tree)))
+        if moved:
+            for runner in self.runners.values():
+                runner.drop_moved()
         own = [mine for mine, usual in zip(variant.layers, Layers(), strict=True) if mine is not usual]
         held = held_tensors((*own, *(channel.apply for channel in variant.edits)))
         if not held:

@@ -73,6 +73,16 @@ def context_limit(config: ModelConfig) -> int | None:
     return given
 
 
+def longest_shared(config: ModelConfig) -> int | None:
+    """Tokens of the longest prompt whose keys may serve another one; None: of any.
+
+    Dynamic and longrope scalings give all keys of a longer prompt angles of its own length.
+    """
+    if config.rope.rope_type == "dynamic":
+        return config.max_position_embeddings
+    return config.rope.original_max_position_embeddings if config.rope.rope_type == "longrope" else None
+
+
 def rope_tables(
     rope: Rope, positions: Int[Tensor, " T"], lengths: Int[Tensor, " T"]
 ) -> tuple[Float32[Tensor, "T half_D"], Float32[Tensor, "T half_D"]]:

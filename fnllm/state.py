@@ -24,6 +24,7 @@ class State:
     variant: Any = None  # the layers, edits and captures that compute what the cache holds
     vocab_size: int | None = None  # tokens that are appended must be below it
     machine: str = ""  # whose cache that is
+    longest_shared: int | None = None  # a longer prompt shares no keys with others; None: any may
 
     def __repr__(self) -> str:
         now = scheduler.metrics(self.scheduler)
@@ -74,11 +75,17 @@ def append(state: State, seq_id: int, tokens: Sequence[int] = (), *, max_tokens:
         tokens = check_ids("tokens", tokens, state.vocab_size)
     planned = scheduler.append(state.scheduler, seq_id, tokens, max_tokens)
     sequence = planned.sequences[seq_id]
-    if needs_whole_prompt(sequence.request.payload.capture, sequence.prompt_len):
-        # The new tokens are captured, so they must be computed, not found.
+    captured = needs_whole_prompt(sequence.request.payload.capture, sequence.prompt_len)
+    if captured or not may_share(sequence.prompt_len, state.longest_shared):
+        # The new tokens are captured, or turned by the new length: they must be computed, not found.
         alone = replace(sequence, request=replace(sequence.request, use_cache=False), numbers=())
         planned = replace(planned, sequences=planned.sequences.set(seq_id, alone))
     return replace(state, scheduler=planned)
+
+
+def may_share(prompt_length: int, longest: int | None) -> bool:
+    """Whether a prompt may have keys in common with others."""
+    return longest is None or prompt_length <= longest
 
 
 def truncate(state: State, seq_id: int, length: int) -> State:

@@ -58,7 +58,7 @@ def step(
     """Run the batch that `inputs` names and sample one token for each of its entries.
 
     `max_seqlen` bounds the queries of an entry, `max_context` (0: the block tables' width) its keys. Pure but for the
-    cache, into which `fnllm::store_kv` writes the new keys and values.
+    cache, into which `fnllm::store_kv`, or an op that does more, writes the new keys and values.
     """
     decode = inputs.token_ids is None
     if decode:

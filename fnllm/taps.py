@@ -22,7 +22,7 @@ class Choice(NamedTuple):
     """Who uses one channel, and with what: one entry per row (or per sequence of a batch)."""
 
     active: Bool[Tensor, " R"]
-    values: tuple[Tensor, ...]  # each [R, *shape]; of inactive rows zeros
+    values: tuple[Tensor, ...]  # each [R, *shape]; of inactive rows any
 
 
 class Taps(NamedTuple):

@@ -1,8 +1,9 @@
 """Tensor parallelism as a value: who I am, how many we are, and the three exchanges that sharded functions need.
 
-A function that communicates takes a `TensorParallel` argument; nothing else in the project talks to other ranks. Three
-makers: `SINGLE` (one rank, every exchange is the identity), `process_group_tp` (torch.distributed, inside a compiled
-graph as well) and `simulate` (N ranks as threads of one process, for tests and experiments).
+A function that communicates takes a `TensorParallel` argument; nothing else in a step talks to other ranks. The makers:
+`SINGLE` (one rank, every exchange is the identity), `process_group_tp` (torch.distributed, inside a compiled graph as
+well), `one_shot_tp` (sums through the GPUs' own memory) and `simulate` (N ranks as threads of one process, for tests
+and experiments).
 """
 
 import threading

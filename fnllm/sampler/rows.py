@@ -99,7 +99,9 @@ def rows_from_sampling(
         presence_penalty=column([bounded(s.presence_penalty) for s in samplings], torch.float32),
         frequency_penalty=column([bounded(s.frequency_penalty) for s in samplings], torch.float32),
         seed=column([signed_64(seed) for seed in seeds], torch.int64),
-        min_position=column([p + s.min_tokens for p, s in zip(prompt_lengths, samplings, strict=True)], torch.int64),
+        min_position=column(
+            [min(p + s.min_tokens, 2**63 - 1) for p, s in zip(prompt_lengths, samplings, strict=True)], torch.int64
+        ),
         stop_ids=_padded(stops, features.stops, NO_ID, torch.int64, "stops"),
         bias_ids=_padded([list(b) for b in biases], features.bias, NO_ID, torch.int64, "bias"),
         bias_values=_padded(values, features.bias, 0.0, torch.float32, "bias"),

@@ -17,6 +17,8 @@ _PROGRAMS = 128
 
 def zero_tail(out: Float[Tensor, "T ..."], cu_seqlens_q: Int[Tensor, " B_plus_1"]) -> None:
     """Write zeros into the rows of `out` (contiguous) from cu_seqlens_q[-1] on, without reading it on the host."""
+    if not out.numel():
+        return
     if triton is None:
         out[int(cu_seqlens_q[-1]) :] = 0
         return

@@ -92,6 +92,48 @@ def test_blocks_that_held_nan_are_clean_for_whoever_has_them_next():
     assert fnllm.tokens(state, healthy)[2:] == fnllm.generate(params, [1, 2], settings(), **SMALL)[0].token_ids
 
 
+def test_a_prompt_whose_first_chunk_breaks_its_keys_ends_there():
+    """Its blocks are cleaned; computed anew they would only break again, for ever."""
+    params = tiny(31)
+    edit = fnllm.Edit("layers.0.resid_post", times, torch.tensor(torch.nan))
+    worker = fnllm.engine(params, edits=[edit], max_chunk=4, **SMALL)
+    state, broken = fnllm.add(worker.init(), worker.request(range(1, 21), GREEDY))
+    state, healthy = fnllm.add(state, worker.request(range(1, 11), settings(), edits=()))
+    step, failed = None, []
+    for _ in range(40):
+        state, step = worker.step(state)
+        if step is None:
+            break
+        failed += step.failed
+    assert step is None, "no end"
+    assert [seq_id for seq_id, _ in failed] == [broken] and "NaN" in str(failed[0][1])
+    assert fnllm.tokens(state, broken) == tuple(range(1, 21))
+    wanted = fnllm.generate(params, [list(range(1, 11))], settings(), **SMALL)[0].token_ids
+    assert fnllm.tokens(state, healthy)[10:] == wanted
+
+
+def test_a_failure_hides_no_steps_that_others_took_meanwhile():
+    params = tiny(32)
+    worker = fnllm.engine(params, **SMALL, num_blocks=16)
+    prompt = [5, 6, 7, 8, 9]
+    state, _ = fnllm.add(worker.init(), worker.request([1, 2, 3, 4], settings(logits_fn=nan_after_five)))
+    state, mine = fnllm.add(state, worker.request(prompt, settings()))
+    other, _ = fnllm.add(worker.init(), worker.request(range(11, 21), settings()))
+    failed = []
+    while True:
+        state, flight = worker.launch(state)
+        if flight is None:
+            break
+        other, theirs = worker.launch(other)  # writes into blocks that the first state counts on
+        if theirs is not None:
+            other, _ = worker.collect(other, theirs)
+        state, step = worker.collect(state, flight)
+        failed += step.failed
+    assert len(failed) == 1
+    wanted = fnllm.generate(params, [prompt], settings(), **SMALL)[0].token_ids
+    assert fnllm.tokens(state, mine)[len(prompt) :] == wanted
+
+
 def test_a_state_from_before_finds_its_blocks_written_over():
     params = tiny(6)
     worker = fnllm.engine(params, **SMALL, num_blocks=8)

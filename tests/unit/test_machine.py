@@ -1,14 +1,21 @@
 """The machine behind the engines: what it finds again, what it builds anew, and whom it tells."""
 
+import copy
 import dataclasses
+import gc
 import itertools
+import weakref
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import GREEDY, tiny
 
 import fnllm
 import fnllm.machine
+from fnllm.batch import StepInputs
+from fnllm.buckets import HostInputs
+from fnllm.compiled import Recorded, addresses
 
 SMALL = {"max_model_len": 40, "max_num_seqs": 4, "block_size": 4, "num_blocks": 30}
 PROMPT = [3, 1, 2, 4]
@@ -60,6 +67,67 @@ def test_graphs_go_with_the_weights_whose_addresses_they_hold(monkeypatch, numer
         fnllm.weights_changed(params)
     machine.version_of(params, fnllm.engine(params, **swapped, **SMALL).variant)
     assert not runner.graphs
+
+
+def give_storage(tree):
+    tree["layers"][1]["down"].data = tree["layers"][1]["down"].data.clone()
+
+
+def give_tensor(tree):
+    tree["layers"][1]["down"] = tree["layers"][1]["down"].clone()
+
+
+@pytest.mark.parametrize("move", [give_storage, give_tensor])
+def test_graphs_go_with_parameters_that_move_within_their_tree(move):
+    mine, others = (copy.deepcopy(tiny(0).tree) for _ in range(2))
+    params = tiny(0)._replace(tree=mine, workspace={})
+    generate(params)
+    (machine,) = params.workspace.values()
+    (runner,) = machine.runners.values()
+    for name, tree in (("mine", mine), ("others", others)):
+        runner.graphs[name] = Recorded(None, None, None, None, tree, addresses(tree))
+    generate(params._replace(tree=others))
+    generate(params)
+    assert [*runner.graphs] == ["mine", "others"], "trees that take turns leave each other's graphs alone"
+    move(mine)
+    generate(params)
+    assert [*runner.graphs] == ["others"]
+
+
+def test_a_cache_goes_with_its_params_and_waits_for_no_collection():
+    params = tiny(0)._replace(workspace={})
+    generate(params)
+    (machine,) = params.workspace.values()
+    pool = weakref.ref(machine.resident.cache.k[0])
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        del params, machine
+        assert pool() is None
+    finally:
+        (gc.enable if was else gc.disable)()
+
+
+def test_inputs_of_a_graph_that_were_sent_in_part_are_sent_again():
+    """As where an interrupt falls between two of them."""
+
+    class Breaking:
+        def copy_(self, new, non_blocking):
+            raise KeyboardInterrupt
+
+    params = tiny(0)._replace(workspace={})
+    generate(params)
+    ((runner,),) = (machine.runners.values() for machine in params.workspace.values())
+    first, second = (HostInputs(np.array([n]), np.array([n > 0]), np.array([0, 1])) for n in range(2))
+    inputs = StepInputs(torch.zeros(1, dtype=torch.int64), torch.zeros(1).bool(), torch.arange(2), None)
+    graph = Recorded(None, inputs, None, None, params.tree, [])
+    runner.refresh(graph, first)
+    graph.inputs = inputs._replace(accept=Breaking())
+    with pytest.raises(KeyboardInterrupt):
+        runner.refresh(graph, second)
+    graph.inputs = inputs
+    runner.refresh(graph, first)
+    assert inputs.row.tolist() == [0] and not inputs.accept.any()
 
 
 @pytest.fixture

@@ -1,12 +1,17 @@
 """Rotary embeddings against transformers: frequencies, tables, rotation, in every scaling."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from fnllm.rope import apply_rope, make_rope, rope_tables
-from fnllm_weights import ModelConfig, RopeConfig
+import fnllm
+from fnllm.rope import apply_rope, longest_shared, make_rope, rope_tables
+from fnllm_weights import ModelConfig, Params, RopeConfig
+from fnllm_weights.init import init
+from fnllm_weights.params import walk
 
 SIZES = {
     "hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 9,
@@ -101,10 +106,44 @@ def test_sequences_of_one_batch_each_have_their_own_length(name):
         torch.testing.assert_close(together[side], torch.cat([a[side] for a in alone]), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_a_prompts_text_does_not_depend_on_shorter_and_longer_ones_that_begin_alike(name):
+    sizes = {"vocab_size": 41, "hidden_size": 32, "num_attention_heads": 4}
+    sizes["max_position_embeddings"] = 16 if name == "dynamic" else 64
+    scaling = {**SCALINGS[name], "original_max_position_embeddings": 16, "factor": 4.0}
+    if name == "longrope":
+        scaling |= {"short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 5.0, 6.0]}
+    config = ours(scaling, theta=1e4, **sizes)
+    tree = init(config, seed=3, dtype="float32")
+    for path, leaf in walk(tree):
+        leaf.mul_(1 if "norm" in str(path[-1]) else 12)
+    long = [(7 * i + 3) % 41 for i in range(32)]
+    settings = fnllm.Sampling(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+
+    options = {"max_model_len": 48, "block_size": 4, "num_blocks": 40}
+
+    def texts(*prompts):
+        params = Params(config, None, tree, workspace={})
+        done = [fnllm.generate(params, one, settings, **options) for one in prompts]
+        return [(one.token_ids, [token.logprob for token in one.logprobs]) for (one,) in done]
+
+    assert longest_shared(config) == 16
+    (alone,), (shorter,) = texts(long), texts(long[:12])
+    assert texts(long[:12], long)[1] == alone
+    assert texts(long, long[:12])[1] == shorter
+    worker = fnllm.engine(Params(config, None, tree), **options)
+    state, grown = fnllm.add(worker.init(), worker.request(long[:12], replace(settings, max_tokens=0)))
+    state, _ = worker.step(state)
+    state, step = worker.step(fnllm.append(state, grown, long[12:], max_tokens=8))
+    while step is not None:
+        state, step = worker.step(state)
+    assert fnllm.tokens(state, grown)[32:] == alone[0]
+
+
 def test_other_scalings_do_not_look_at_the_length():
     positions = torch.arange(50)
-    for name in SCALINGS.keys() - {"dynamic"}:
-        if not name.startswith("longrope"):
+    for name in SCALINGS:
+        if longest_shared(ours(SCALINGS[name])) is None:
             rope = make_rope(ours(SCALINGS[name]))
             short, long = (rope_tables(rope, positions, torch.full((50,), n))[0] for n in (50, 5000))
             assert torch.equal(short, long)

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from tiny_models import tiny
 
 import fnllm
 from fnllm.distributed import agree
+from fnllm.machine import Machine
 from fnllm_weights import Shard
 
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8], [9]]
@@ -52,6 +54,43 @@ def test_threads_that_share_params_get_what_each_gets_alone(live):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_threads_that_begin_together_share_one_machine(monkeypatch):
+    params, made, found = fresh(), [], []
+
+    class Slow(Machine):
+        def __init__(self, *args):
+            made.append(self)
+            time.sleep(0.1)
+            super().__init__(*args)
+
+    monkeypatch.setattr("fnllm.engines.Machine", Slow)
+    threads = [threading.Thread(target=lambda: found.append(run(params))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1 and found == [run(fresh())] * 3
+
+
+def test_a_machine_that_cannot_be_built_keeps_no_thread_waiting():
+    params = fresh()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="max_model_len"):
+            run(params, max_model_len=10**6)
+    assert run(params) == run(fresh())
+
+
+def test_a_call_goes_on_from_where_another_rested_even_if_a_third_takes_it(monkeypatch):
+    params = fresh()
+    wanted = run(params)
+    (machine,) = params.workspace.values()
+    looks = iter([machine.idle])  # what the first look finds, and nothing after it
+    monkeypatch.setattr(
+        Machine, "idle", property(lambda self: next(looks, None), lambda self, state: None), raising=False
+    )
+    assert run(params) == wanted
 
 
 def test_an_error_in_one_thread_leaves_the_machine_to_the_others():
@@ -120,6 +159,32 @@ def test_an_engine_built_in_a_mode_works_in_it_and_outside(mode, sampling):
         assert run(params, BUSY) == run(params, BUSY)
 
 
+@pytest.mark.parametrize("mode", ["inference", "autocast"])
+def test_steps_are_prepared_in_no_mode_of_the_callers_and_by_one_thread(mode, monkeypatch):
+    """What a graph reads is made there, and written by later steps."""
+    worker, found = fnllm.engine(fresh(), **SMALL), []
+
+    def prepare(machine, *args):
+        lock_free = []
+        thread = threading.Thread(target=lambda: lock_free.append(machine.lock.acquire(blocking=False)))
+        thread.start()
+        thread.join()
+        found.append((torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"), *lock_free))
+
+    monkeypatch.setattr(Machine, "prepare", prepare)
+    with MODES[mode]():
+        worker.prepare(GREEDY)
+    assert found == [(False, False, False)]
+
+
+def test_autocast_changes_no_prompts_logprobs():
+    params = fresh()
+    plain = fnllm.generate(params, PROMPTS, BUSY, **SMALL)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = fnllm.generate(params, PROMPTS, BUSY, **SMALL)
+    assert [one.prompt_logprobs for one in inside] == [one.prompt_logprobs for one in plain]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_params_loaded_in_a_mode_can_be_trained_outside(mode, tmp_path):
     fnllm.save(fresh(), tmp_path)
@@ -148,6 +213,8 @@ def test_settings_beyond_float32_are_its_ends():
     assert len(set(never)) == 6
     (always, *_) = run(fresh(), fnllm.Sampling(logit_bias={5: 1e300}, **base))
     assert always == (5,) * 6
+    endless = fnllm.Sampling(temperature=0, max_tokens=2**64, min_tokens=2**63, stop_token_ids=(5,), ignore_eos=True)
+    assert [len(ids) for ids in run(fresh(), endless)] == [64 - len(prompt) for prompt in PROMPTS]
     (again, *_) = run(fresh(), fnllm.Sampling(repetition_penalty=1e-300, frequency_penalty=-1e300, **base))
     assert len(set(again)) == 1
 

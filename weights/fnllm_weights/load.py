@@ -95,6 +95,8 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(f"{folder / INDEX} has no weight_map")
+        if strange := [file for file in weight_map.values() if not isinstance(file, str)]:
+            raise ValueError(f"{folder / INDEX}: weight_map must give each tensor a file name, found {strange[0]!r}")
         files = sorted(set(weight_map.values()))
     elif (folder / SINGLE).exists():
         weight_map, files = {}, [SINGLE]

@@ -150,7 +150,7 @@ def check_tiling(table: Iterable[Leaf]) -> None:
 
 def parse_header(file: str, header: Any, data_bytes: int) -> dict[str, TensorInfo]:
     """Tensors of one safetensors file from its parsed header; ValueError unless `data_bytes` is what they need."""
-    found, end = {}, 0
+    found, end, wrong = {}, 0, []
     try:
         for name, entry in header.items():
             if name == "__metadata__":
@@ -158,13 +158,13 @@ def parse_header(file: str, header: Any, data_bytes: int) -> dict[str, TensorInf
             begin, stop = entry["data_offsets"]
             shape, dtype = tuple(entry["shape"]), entry["dtype"]
             if dtype in STORED and stop - begin != STORED[dtype] * math.prod(shape):
-                raise ValueError(
-                    f"{file}: {name} has {stop - begin} bytes, shape {shape} in {dtype} needs another number"
-                )
+                wrong.append(f"{name} has {stop - begin} bytes, shape {shape} in {dtype} needs another number")
             found[name] = TensorInfo(file, dtype, shape)
             end = max(end, stop)
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} has a broken header: {error!r}") from error
+    if wrong:
+        raise ValueError(f"{file}: {wrong[0]}")
     if data_bytes != end:
         raise ValueError(f"{file} holds {data_bytes} bytes of weights, its header names {end}: truncated or corrupt")
     return found

@@ -138,18 +138,48 @@ def by_default(p, x, ctx, adapter=ADAPTER):
     return adapter(p, x, ctx)
 
 
+def by_inner_name(p, x, ctx):
+    return sum([ADAPTER(p, x, ctx) for _ in range(1)])
+
+
+class Naming:
+    """An object that holds nothing itself."""
+
+    def __call__(self, p, x, ctx):
+        return ADAPTER(p, x, ctx)
+
+
+class NamingModule(torch.nn.Module):
+    def forward(self, p, x, ctx):
+        return ADAPTER(p, x, ctx)
+
+
 @pytest.mark.parametrize(
     "mlp",
     [
         ADAPTER,
         by_name,
+        by_inner_name,
+        Naming(),
+        NamingModule(),
         by_default,
         lambda p, x, ctx: by_name(p, x, ctx),
         functools.partial(by_default, adapter=ADAPTER),
         Holder([ADAPTER]).mlp,
         Holder([ADAPTER]),
     ],
-    ids=["a module", "a global", "a default", "a function's function", "a partial", "a method", "an object"],
+    ids=[
+        "a module",
+        "a global",
+        "a comprehension",
+        "an object's global",
+        "a module's global",
+        "a default",
+        "a function's function",
+        "a partial",
+        "a method",
+        "an object",
+    ],
 )
 def test_weights_that_a_swapped_function_holds_are_weights_too(tiny, mlp):
     params, layers = fresh(tiny), fnllm.Layers()._replace(mlp=mlp)

@@ -161,6 +161,10 @@ def test_an_index_that_does_not_fit_its_files(oracle, tmp_path, no_allocation):
         (tmp_path / INDEX).write_text(text)
         with pytest.raises(ValueError, match="has no weight_map"):
             load(tmp_path)
+    for file in ("3", "null", '["a"]'):
+        (tmp_path / INDEX).write_text(f'{{"weight_map": {{"a": {file}}}}}')
+        with pytest.raises(ValueError, match="index.json: weight_map must give each tensor a file name"):
+            load(tmp_path)
 
 
 @pytest.mark.parametrize("cut", [0, 4, 8, 100, -1])

@@ -127,6 +127,7 @@ def test_a_header_is_checked_against_the_file():
         parse_header("f", {"x": entry}, 20)
     with pytest.raises(ValueError, match="f: x has 24 bytes"):
         parse_header("f", {"x": {**entry, "shape": [2, 4]}}, 24)
-    for broken in ([], {"x": 1}, {"x": {"dtype": "F32"}}, {"x": {**entry, "data_offsets": None}}):
+    offsets = ({"x": {**entry, "data_offsets": value}} for value in (None, [0], [0, 24, 24]))
+    for broken in ([], {"x": 1}, {"x": {"dtype": "F32"}}, *offsets):
         with pytest.raises(ValueError, match="f has a broken header"):
             parse_header("f", broken, 24)
