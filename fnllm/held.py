@@ -2,7 +2,7 @@
 
 import functools
 import types
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +49,10 @@ class Versions:
         self.changes += 1
         self.seen[key] = now, self.changes
         return self.changes, before is not None and before.places != now.places
+
+    def keep(self, wanted: Callable[[Any], bool]) -> None:
+        """Let go of the tensors of all groups but those with a wanted key, and the one without a key."""
+        self.seen = {key: seen for key, seen in self.seen.items() if key is None or wanted(key)}
 
     def forget(self) -> None:
         """Give every group another number at its next look, which still tells what lies elsewhere."""

@@ -157,3 +157,46 @@ def test_generate_tells_the_report_that_was_given_last(each_step_compiled, capsy
     fnllm.engine(params, **SMALL, compile="inductor")
     generate(params, compile="inductor")
     assert len(lines) == 8 and not others
+
+
+@pytest.mark.parametrize("kind", ["layer", "edit", "logits_fn"])
+def test_functions_made_anew_for_each_call_do_not_pile_up(kind, monkeypatch):
+    """As a lambda in a loop does: the steps of the last few are kept, and the plain ones."""
+    monkeypatch.setattr(fnllm.machine, "MOST_CHANGED", 3)
+    params = tiny()._replace(workspace={})
+    plain = generate(params)
+    (machine,) = params.workspace.values()
+    (usual,) = machine.runners.values()
+    made = []
+
+    def call(factor):
+        held = torch.tensor(factor)
+        if kind == "layer":
+            changed = {"layers": fnllm.Layers()._replace(mlp=lambda p, x, ctx: held * fnllm.layers.mlp(p, x, ctx))}
+        elif kind == "edit":
+            changed = {"edits": fnllm.Edit("layers.0.mlp_out", lambda x, ctx: held * x)}
+        else:
+            changed = {"sampling": dataclasses.replace(SHORT, logits_fn=lambda logits, ids: held * logits)}
+        found = fnllm.generate(params, PROMPT, **{"sampling": SHORT, **SMALL, **changed})[0]
+        made.append(weakref.ref(list(machine.runners.values())[-1]))
+        return found.token_ids
+
+    first = [call(0.5 + i / 4) for i in range(7)]
+    assert [one() is None for one in made] == 4 * [True] + 3 * [False]
+    assert usual in machine.runners.values() and len(machine.runners) == 4
+    assert len(machine.versions.seen) <= 5 and len(machine.built.tried) <= 7
+    assert generate(params).token_ids == plain.token_ids
+    assert call(0.5) == first[0] and len(machine.runners) == 4 and usual in machine.runners.values()
+
+
+def test_functions_in_use_keep_their_steps(monkeypatch):
+    monkeypatch.setattr(fnllm.machine, "MOST_CHANGED", 2)
+    params = tiny()._replace(workspace={})
+    mine = fnllm.Layers()._replace(mlp=Adapter())
+    generate(params, layers=mine)
+    (machine,) = params.workspace.values()
+    before = list(machine.runners.values())
+    for _ in range(4):
+        generate(params, layers=fnllm.Layers()._replace(mlp=Adapter()))
+        generate(params, layers=mine)
+    assert set(before) <= set(machine.runners.values()) and len(machine.runners) == 2 * len(before)
