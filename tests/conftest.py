@@ -10,6 +10,15 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Several processes take whole files by name, in which order those that start processes themselves come early.
+
+    pytest-xdist's own order, those of most tests first, leaves them for the end, where nothing else fills the machine.
+    """
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests that need what this machine has not; under shape checking leave out those that compile.
 

@@ -31,11 +31,15 @@ def traced_by(backend: Any) -> Callable:
 
 def two_layers(params: Params) -> Params:
     """The first two layers: the oracles have a layer of each of their kinds among them, and more take longer alone."""
+    return first_layers(params, 2)
+
+
+def first_layers(params: Params, count: int) -> Params:
     whole = params.config
     config = replace(
         whole,
-        num_hidden_layers=2,
-        sliding_window=whole.sliding_window[:2],
-        sparse_layers=whole.sparse_layers[:2],
+        num_hidden_layers=count,
+        sliding_window=whole.sliding_window[:count],
+        sparse_layers=whole.sparse_layers[:count],
     )
-    return params._replace(config=config, tree={**params.tree, "layers": params.tree["layers"][:2]})
+    return params._replace(config=config, tree={**params.tree, "layers": params.tree["layers"][:count]})

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from examples_of import EXAMPLES, example
-from tracing import traced_by, two_layers
+from tracing import first_layers, traced_by, two_layers
 
 import fnllm
 from fnllm.buckets import common_buckets, padding
@@ -23,6 +23,12 @@ def params():
     torch.set_num_threads(1)
     torch._dynamo.reset()
     return two_layers(fnllm.load(ORACLE / "qwen3-tiny", device="cpu"))
+
+
+@pytest.fixture
+def single(params):
+    """One layer, for what does not ask how layers follow one another."""
+    return first_layers(params, 1)
 
 
 @pytest.fixture
@@ -54,13 +60,13 @@ def test_other_values_and_other_requests_trace_nothing_more(params, counter):
     torch.testing.assert_close(first[0].captured[SITE], eager[0].captured[SITE], rtol=1e-4, atol=1e-4)
 
 
-def test_weights_written_in_place_trace_nothing_more(params, counter):
+def test_weights_written_in_place_trace_nothing_more(single, counter):
     counts = []
     for _ in range(3):
-        call(params, compile="inductor")
+        call(single, compile="inductor")
         counts.append(counter.frame_count)
         with torch.no_grad():
-            params.tree["layers"][0]["down"].mul_(1.1)
+            single.tree["layers"][0]["down"].mul_(1.1)
     assert counts[0] > 0 and counts == counts[:1] * 3
 
 
@@ -82,37 +88,37 @@ def test_weights_of_a_second_model_have_fixed_sizes(monkeypatch):
     counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
     monkeypatch.setattr(torch, "compile", traced_by(counter))
     for name in ("qwen3-odd", "qwen3-tiny"):  # of widths 36 and 48
-        call(fnllm.load(ORACLE / name, device="cpu"), compile="inductor")
+        call(first_layers(fnllm.load(ORACLE / name, device="cpu"), 1), compile="inductor")
     for graph in counter.graphs:
         inputs = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
         widths = [x.shape for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
         assert widths and all(isinstance(size, int) for shape in widths for size in shape)
 
 
-def test_a_swap_costs_one_step_more_and_leaves_the_plain_one_alone(params, counter):
+def test_a_swap_costs_one_step_more_and_leaves_the_plain_one_alone(single, counter):
     swaps = example("swap_layers")
     options = {"compile": "inductor", "prefix_cache": False}
-    call(params, **options)
+    call(single, **options)
     plain = counter.frame_count
     layers = fnllm.Layers()._replace(mlp=swaps.relu2_mlp)
-    call(params, layers=layers, **options)
+    call(single, layers=layers, **options)
     swapped = counter.frame_count
     assert plain < swapped
-    call(params, **options)
-    call(params, layers=layers, **options)
+    call(single, **options)
+    call(single, layers=layers, **options)
     assert counter.frame_count == swapped
 
 
 @pytest.mark.parametrize("name", ["a window with sinks", "a sampler of one's own"])
-def test_swap_examples_trace_whole(params, counter, name):
+def test_swap_examples_trace_whole(single, counter, name):
     layers = example("swap_layers").SWAPS[name]
-    compiled = call(params, compile="inductor", layers=layers)
-    assert [out.token_ids for out in compiled] == [out.token_ids for out in call(params, layers=layers)]
+    compiled = call(single, compile="inductor", layers=layers)
+    assert [out.token_ids for out in compiled] == [out.token_ids for out in call(single, layers=layers)]
 
 
-def test_int8_weights_trace_whole(params, counter):
+def test_int8_weights_trace_whole(single, counter):
     swaps = example("swap_layers")
-    quantised, layers = swaps.quantised(params), fnllm.Layers()._replace(linear=swaps.int8_linear)
+    quantised, layers = swaps.quantised(single), fnllm.Layers()._replace(linear=swaps.int8_linear)
     compiled = call(quantised, compile="inductor", layers=layers)
     assert [out.token_ids for out in compiled] == [out.token_ids for out in call(quantised, layers=layers)]
 

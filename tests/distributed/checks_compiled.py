@@ -1,10 +1,10 @@
 """What two ranks check of the compiled step: it gives what one rank's eager step gives.
 
-Through Inductor, as users run it, goes a step with captures, edits and other layers. All checkpoints, but those with
-other tables of rope alone, and the open step are traced in the same way, and the graph runs as torch's own operations:
-code generation would take each rank half a minute of every checkpoint.
+Through Inductor, as users run it, goes a step with captures, edits and other layers. The checkpoints that reach all of
+the layers' code and the open step are traced in the same way, and the graph runs as torch's own operations: code
+generation would take each rank half a minute of every checkpoint.
 FNLLM_TEST_INDUCTOR sends more of it through Inductor: names of checkpoints, `open` for the open step and the crowded
-pool, or `all`.
+pool, or `all`; `traced` traces every checkpoint.
 """
 
 import contextlib
@@ -23,10 +23,13 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 import checks_equal
 import checks_open
 import tracing
-from checks_equal import CHECKPOINTS, ORACLE, ROPES, cases_of, greedy, tight
+from checks_equal import CHECKPOINTS, ORACLE, UNLIKE, cases_of, greedy, tight
+from checks_exchanges import exchanges, expect_exact
 
 WANTED = os.environ.get("FNLLM_TEST_INDUCTOR", "mixed").split(",")
 INDUCTOR = [name for name in CHECKPOINTS if name in WANTED or "all" in WANTED]
+TRACED = CHECKPOINTS if "traced" in WANTED else sorted({*UNLIKE, *INDUCTOR})
+FIRST = INDUCTOR or ["qwen3-odd"]
 PROMPTS = [[24, 3, 8, 5, 9, 11, 97], [97, 3, 8, 5, 9, 64, 2]]  # of one length and unlike: two kinds of step
 SAMPLING = fnllm.Sampling(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
 SIZES = {"num_blocks": 32, "max_num_seqs": 4, "block_size": 4, "max_chunk": 5}
@@ -47,7 +50,7 @@ def short(name: str, compile: str) -> list:
 
 def crowded(name: str, compile: str) -> list:
     """The checkpoint's own prompts in chunks, in a pool that holds hardly more than the longest, twice."""
-    params = fnllm.load(ORACLE / name)
+    params = tracing.two_layers(fnllm.load(ORACLE / name))
     cases = cases_of(json.loads((ORACLE / name / "golden.json").read_text()))
     prompts, sampling = [case["prompt"] for case in cases], replace(greedy(), logprobs=2)
     outs = [fnllm.generate(params, prompts, sampling, compile=compile, **tight(cases)) for _ in range(2)]
@@ -79,17 +82,21 @@ def mixed(compile: str) -> list:
 
 def on_one_rank() -> dict:
     return {
-        "short": {name: short(name, "none") for name in CHECKPOINTS if name not in ROPES or name in INDUCTOR},
+        "short": {name: short(name, "none") for name in TRACED},
         "mixed": mixed("none"),
         "crowded": {name: crowded(name, "none") for name in ("qwen3-odd",)},
         "opened": opened("none", prefix_cache=True),
     }
 
 
+def check_exchanges_through_inductor(expected: dict) -> None:
+    expect_exact(torch.compile(exchanges, fullgraph=True, dynamic=True))
+
+
 def check_fault_76_compiled_ranks_give_the_tokens_of_one_eager_rank(expected: dict) -> None:
     with as_traced(" ".join(INDUCTOR)):
-        for name in INDUCTOR or ["qwen3-odd"]:
-            checks_open.expect(short(name, "inductor"), expected["short"][name], name)
+        for name in FIRST:
+            expect_chunks_and_cached(name, expected)
 
 
 def check_captures_edits_and_swaps_in_one_step(expected: dict) -> None:
@@ -98,11 +105,16 @@ def check_captures_edits_and_swaps_in_one_step(expected: dict) -> None:
         checks_open.expect(mixed("inductor"), expected["mixed"])
 
 
-def check_every_checkpoint_in_chunks_and_over_cached_prefixes(expected: dict) -> None:
+def check_the_other_checkpoints_in_chunks_and_over_cached_prefixes(expected: dict) -> None:
     with as_traced():
-        for name, one in expected["short"].items():
-            checks_open.expect(short(name, "inductor"), one, name)
-            assert [cached for _, cached, _ in one] == [0, 0, 4, 4], name
+        for name in sorted({*TRACED} - {*FIRST}):
+            expect_chunks_and_cached(name, expected)
+
+
+def expect_chunks_and_cached(name: str, expected: dict) -> None:
+    one = expected["short"][name]
+    checks_open.expect(short(name, "inductor"), one, name)
+    assert [cached for _, cached, _ in one] == [0, 0, 4, 4], name
 
 
 def check_preemption_in_a_crowded_pool(expected: dict) -> None:

@@ -13,16 +13,17 @@ import pytest
 HERE = Path(__file__).parent
 
 
-def run_group(size: int, files: tuple[str, ...], folder: Path) -> list[dict]:
-    """What each rank wrote of each check."""
+def run_groups(groups: dict[int, tuple[str, ...]], folder: Path) -> dict[int, list[dict]]:
+    """What each rank of each group, by its size, wrote of each check."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FNLLM_TIMEOUT_S": "300"}
-    command = [sys.executable, str(HERE / "ranks.py"), str(size), str(folder), str(folder.parent), *files]
+    asked = [f"{size}:{','.join(files)}" for size, files in groups.items()]
+    command = [sys.executable, str(HERE / "ranks.py"), str(folder), *asked]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     print(done.stdout)
-    written = [folder / f"rank{rank}.json" for rank in range(size)]
-    if not all(file.exists() for file in written):
+    written = {size: [folder / f"{size}-{rank}.json" for rank in range(size)] for size in groups}
+    if not all(file.exists() for files in written.values() for file in files):
         raise RuntimeError(f"the ranks did not start: {done.stderr}")
-    return [json.loads(file.read_text()) for file in written]
+    return {size: [json.loads(file.read_text()) for file in files] for size, files in written.items()}
 
 
 def cases(groups: dict[int, tuple[str, ...]], *marks: pytest.MarkDecorator) -> Iterator:

@@ -1,8 +1,8 @@
-"""Runs every check of some files on N ranks: python ranks.py SIZE RESULTS_FOLDER EXPECTED_FOLDER CHECKS_FILE...
+"""Runs every check of some files on groups of ranks: python ranks.py FOLDER SIZE:CHECKS_FILE,CHECKS_FILE...
 
-One process imports everything; its forked copies are first the one rank that computes what to expect, unless the folder
-has it from another number of ranks, then the N ranks, joined over gloo as under torchrun. Each rank writes what became
-of its checks into a file of its own.
+One process imports everything; its forked copies are first the one rank that computes what to expect, then the ranks of
+one group after another, joined over gloo as under torchrun. Each rank writes what became of its checks into a file of
+its own.
 """
 
 import importlib.util
@@ -23,25 +23,28 @@ import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
 
 
-def main(size: int, folder: Path, known: Path, files: list[str]) -> int:
-    modules = [load_module(Path(__file__).with_name(file)) for file in files]
+def main(folder: Path, groups: dict[int, list[str]]) -> int:
+    modules = {file: load_module(Path(__file__).with_name(file)) for files in groups.values() for file in files}
     # In a process of its own: once torch has run threads, copies of the process cannot.
     if os.fork() == 0:
         torch.set_num_threads(1)
-        for module in modules:
-            if not (known / f"{module.__name__}.pt").exists():
-                torch.save(module.on_one_rank(), known / f"{module.__name__}.pt")
+        for file, module in modules.items():
+            torch.save(module.on_one_rank(), folder / f"{file}.pt")
         os._exit(0)
     if os.wait()[1]:
         return 1
+    return max([run_group(size, folder, {file: modules[file] for file in files}) for size, files in groups.items()])
+
+
+def run_group(size: int, folder: Path, modules: dict) -> int:
     reader, writer = os.pipe()
     children = []
     for rank in range(size):
         child = os.fork()
         if child == 0:
             become(rank, size, int(os.read(reader, 5)))
-            expected = [torch.load(known / f"{module.__name__}.pt", weights_only=False) for module in modules]
-            run_checks(modules, expected, rank, folder)
+            expected = [torch.load(folder / f"{file}.pt", weights_only=False) for file in modules]
+            run_checks([*modules.values()], expected, folder / f"{size}-{rank}.json")
         children.append(child)
     # As torchrun does, the parent keeps the store through which the ranks find each other, on a port that is free.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -65,7 +68,7 @@ def become(rank: int, size: int, port: int) -> None:
     os.environ.setdefault("FNLLM_TIMEOUT_S", "60")
 
 
-def run_checks(modules: list, expected: list, rank: int, folder: Path) -> None:
+def run_checks(modules: list, expected: list, results_file: Path) -> None:
     """Run every check_* function in order and end; after a failure the ranks may be out of step, so it is the last."""
     torch.set_num_threads(1)
     results = {}
@@ -77,7 +80,7 @@ def run_checks(modules: list, expected: list, rank: int, folder: Path) -> None:
             results[name] = {"ok": True, "seconds": time.perf_counter() - began}
         except BaseException:
             results[name] = {"ok": False, "error": traceback.format_exc()}
-        (folder / f"rank{rank}.json").write_text(json.dumps(results))
+        results_file.write_text(json.dumps(results))
         if not results[name]["ok"]:
             os._exit(1)
     torch.distributed.destroy_process_group()
@@ -89,4 +92,5 @@ def names(module) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]))
+    asked = (group.split(":") for group in sys.argv[2:])
+    sys.exit(main(Path(sys.argv[1]), {int(size): files.split(",") for size, files in asked}))

@@ -7,14 +7,14 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
-from groups import assert_passed, cases, run_group
+from groups import assert_passed, cases, run_groups
 
 GROUP = {2: ("checks_compiled.py",)}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return run_group(2, GROUP[2], tmp_path_factory.mktemp("compiled"))
+    return run_groups(GROUP, tmp_path_factory.mktemp("compiled"))[2]
 
 
 @pytest.mark.parametrize(("size", "check"), list(cases(GROUP, pytest.mark.compiled, pytest.mark.slow)))

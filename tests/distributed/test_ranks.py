@@ -7,28 +7,22 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
-from groups import assert_passed, cases, run_group
+from groups import assert_passed, cases, run_groups
 
 GROUPS = {
-    2: ("checks_equal.py", "checks_open.py", "checks_refusals.py"),
-    3: ("checks_equal.py",),
-    4: ("checks_equal.py", "checks_traced.py"),
+    2: ("checks_exchanges.py", "checks_equal.py", "checks_open.py", "checks_refusals.py"),
+    3: ("checks_exchanges.py", "checks_equal.py"),
+    4: ("checks_exchanges.py", "checks_equal.py", "checks_traced.py"),
 }
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Results of a group by its size; it runs when the first of its tests asks for it."""
-    known: dict[int, list[dict]] = {}
-
-    def of(size: int) -> list[dict]:
-        if size not in known:
-            known[size] = run_group(size, GROUPS[size], tmp_path_factory.mktemp(f"ranks{size}"))
-        return known[size]
-
-    return of
+def results(request, tmp_path_factory):
+    """Results of each group of which a test was chosen, by its size."""
+    chosen = {item.callspec.params["size"] for item in request.session.items if item.path == request.path}
+    return run_groups({size: GROUPS[size] for size in sorted(chosen)}, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize(("size", "check"), list(cases(GROUPS)))
 def test_ranks(results, size, check):
-    assert_passed(results(size), check)
+    assert_passed(results[size], check)

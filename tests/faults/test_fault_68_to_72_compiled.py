@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from tiny_models import GREEDY, ORACLE
-from tracing import without_code_generation
+from tracing import two_layers, without_code_generation
 
 import fnllm
 
@@ -28,7 +28,7 @@ def compiled(request):
 
 
 def machine(device, mode):
-    params = fnllm.load(ORACLE / "qwen3-tiny", device=device, dtype="float32")
+    params = two_layers(fnllm.load(ORACLE / "qwen3-tiny", device=device, dtype="float32"))
     options, lines = {**SIZES, "compile": mode}, []
     fnllm.engine(params, report=lines.append, **options)
     generate(params, 5, **options)

@@ -92,12 +92,12 @@ def test_on_simulated_ranks(size):
 @pytest.mark.distributed
 @pytest.mark.parametrize("size", [2, 3])
 def test_on_processes(size, tmp_path):
-    runner, folders = str(TESTS / "distributed" / "ranks.py"), [str(tmp_path)] * 2
-    command = [sys.executable, runner, str(size), *folders, "checks_smollm2.py"]
+    runner = str(TESTS / "distributed" / "ranks.py")
+    command = [sys.executable, runner, str(tmp_path), f"{size}:checks_smollm2.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FNLLM_TIMEOUT_S": "300"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     for rank in range(size):
-        written = tmp_path / f"rank{rank}.json"
+        written = tmp_path / f"{size}-{rank}.json"
         assert written.exists(), done.stderr
         (result,) = json.loads(written.read_text()).values()
         assert result["ok"], result["error"]

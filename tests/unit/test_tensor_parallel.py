@@ -1,8 +1,4 @@
-"""The exchanges of fnllm.tensor_parallel: simulated ranks, counting, and torch.distributed on gloo."""
-
-import subprocess
-import sys
-from pathlib import Path
+"""The exchanges of fnllm.tensor_parallel: simulated ranks and counting; on gloo, tests/distributed checks them."""
 
 import pytest
 import torch
@@ -89,24 +85,3 @@ def test_ranks_that_disagree_are_an_error_not_a_wait():
 def test_process_group_needs_torch_distributed():
     with pytest.raises(RuntimeError, match="init_process_group"):
         process_group_tp()
-
-
-GLOO = Path(__file__).with_name("gloo_exchanges.py")
-
-
-@pytest.mark.distributed
-@pytest.mark.compiled
-def test_process_group_on_gloo(tmp_path):
-    """Eager, then compiled."""
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(GLOO), str(rank), "2", str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for worker in workers:
-        out, _ = worker.communicate(timeout=300)
-        assert worker.returncode == 0 and "ok" in out, out
