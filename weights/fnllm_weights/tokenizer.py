@@ -102,8 +102,8 @@ class Tokenizer:
         """The chat as text.
 
         `enable_thinking` and other `variables` go to the template as they are (None: not given). Raises ValueError
-        without a template and when the template refuses the messages, TypeError for what is no chat and for tools or
-        a variable that the template does not have (but many have no thinking switch: that one may be given to any).
+        without a template and when the template refuses the messages, TypeError for what is no chat and for a variable
+        that the template does not have (but many have no thinking switch: that one may be given to any).
         """
         chat_template.check_messages(messages)
         name = "tool_use" if tools and "tool_use" in self.chat_templates else "default"
@@ -112,9 +112,7 @@ class Tokenizer:
                 "this tokenizer has no chat template; give text or token ids, or a checkpoint with a "
                 "chat_template.jinja"
             )
-        # Tools that the model is never told of would look as if it had chosen to use none.
-        untold = ("tools",) if tools and name == "default" else ()
-        chat_template.check_variables(self.chat_templates[name], (*variables, *untold))
+        chat_template.check_variables(self.chat_templates[name], variables)
         if enable_thinking is not None:
             variables["enable_thinking"] = enable_thinking
         return chat_template.render(
