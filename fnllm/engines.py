@@ -1,9 +1,7 @@
 """The engine: a loop body around the pure step. `step` is `schedule`, launch, read back, `commit`."""
 
-import contextlib
 import sys
-import threading
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -22,13 +20,12 @@ from fnllm.capture import (
     union_of_sites,
 )
 from fnllm.compiled import Report
-from fnllm.distributed import world
 from fnllm.edits import Edit, channels_of, edit_key, edits_of_each, placed, with_own_values
 from fnllm.failures import any_failed, failures, no_tokens
 from fnllm.jobs import Job, Variant, looks_back
 from fnllm.layers import Layers
 from fnllm.machine import Machine
-from fnllm.options import EngineOptions, resolve
+from fnllm.options import EngineOptions
 from fnllm.parameters import check_model
 from fnllm.prompts import check_ids
 from fnllm.readback import Readback, read_back
@@ -38,6 +35,7 @@ from fnllm.sampling import Sampling, check_sampling, check_seed
 from fnllm.scheduler import Events, Finished, Plan, Request, SchedulerConfig, TokenIds
 from fnllm.state import State, check_state, may_share
 from fnllm.tensor_parallel import TensorParallel
+from fnllm.workspace import machine_for
 from fnllm_weights import Params
 
 # What `generate` does around the engine, and what to do instead.
@@ -342,45 +340,6 @@ def weights_changed(of: Params | Engine) -> None:
     for machine in of.workspace.values():
         if machine is not None:
             machine.weights_changed()
-
-
-def machine_for(
-    params: Params,
-    variant: Variant,
-    tp: TensorParallel | None,
-    wanted: EngineOptions,
-) -> Machine:
-    """The machine of these parameters and options, built at first use, with the variant's names checked."""
-    for channel in variant.edits:
-        expand(params.config, Capture(channel.site))
-    tp = tp or world(params.shard)
-    workspace = {} if params.workspace is None else params.workspace
-    weight = params.tree["norm"]
-    num_ids = None if params.tokenizer is None else params.tokenizer.num_ids
-    key = (wanted, tp, params.config, params.shard, weight.dtype, weight.device, num_ids)
-    with alone_with((id(workspace), key)):
-        if workspace.get(key) is None:
-            resolved = resolve(wanted, params.config, weight.device.type == "cuda")
-            with set_aside(weight.device):
-                workspace[key] = Machine(params, resolved, tp)
-        return workspace[key]
-
-
-CHANGED, BUILDING = threading.Condition(), set()  # which machines the threads of this process build just now
-
-
-@contextlib.contextmanager
-def alone_with(machine: Hashable) -> Iterator[None]:
-    """Within it no other thread builds, or asks for, the same machine: the memory is there for one."""
-    with CHANGED:
-        CHANGED.wait_for(lambda: machine not in BUILDING)
-        BUILDING.add(machine)
-    try:
-        yield
-    finally:
-        with CHANGED:
-            BUILDING.remove(machine)
-            CHANGED.notify_all()
 
 
 def quiet(line: str) -> None:

@@ -11,7 +11,7 @@ from fnllm.capture import Capture, capture_bytes, captures_of_each, expand, unio
 from fnllm.completion import Chunk, Completion, failed
 from fnllm.distributed import agree
 from fnllm.edits import Edit, channels_of, edits_of_each, with_own_values
-from fnllm.engines import Engine, Flight, machine_for
+from fnllm.engines import Engine, Flight
 from fnllm.jobs import Variant
 from fnllm.layers import Layers
 from fnllm.machine import Machine
@@ -24,6 +24,7 @@ from fnllm.scheduler import Request, SchedulerConfig, TokenIds, blocks_for, chec
 from fnllm.scoring import prompt_logprobs
 from fnllm.state import State, abort, add_all
 from fnllm.tracks import Track, absorb, start, track
+from fnllm.workspace import machine_for
 from fnllm_weights import Params
 
 

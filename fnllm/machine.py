@@ -6,14 +6,13 @@ import dataclasses
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 
 from fnllm.ambient import full_collections_off
 from fnllm.buckets import common_buckets, context_bound, pad_to_power, padded, padding
+from fnllm.built import Built
 from fnllm.cache import allocate, block_bytes, blocks_that_fit, host_memory, zero_broken_blocks
 from fnllm.compiled import Report, Resident, StepRunner, graphs_traced
 from fnllm.distributed import least
@@ -38,19 +37,6 @@ from fnllm.writes import Writes
 from fnllm_kernels.attention import default_backend
 from fnllm_kernels.kv_store import copy_blocks
 from fnllm_weights import ModelConfig, Params, ParamTree, local_sizes
-
-
-MOST_CHANGED = 16  # sets of functions of callers' own whose steps are kept
-
-
-@dataclass
-class Built:
-    """The steps that exist, those last used at the end, and what was tried and allocated for them."""
-
-    runners: dict[StepSpec, StepRunner] = field(default_factory=dict)
-    last: tuple[Variant, SamplerFeatures, StepRunner] | None = None  # found without hashing
-    tried: set[Any] = field(default_factory=set)  # variants whose functions, and logits_fns that, have passed a trial
-    choices: dict[tuple[Channel, ...], tuple[Choice, ...]] = field(default_factory=lambda: {(): ()})  # of each row
 
 
 class Machine:
@@ -287,9 +273,9 @@ class Machine:
 
     def runner(self, variant: Variant, features: SamplerFeatures, tree: ParamTree) -> StepRunner:
         """The runner for a variant and what its sampler must do; tried and built at first use."""
-        last = self.built.last
-        if last is not None and last[:2] == (variant, features):
-            return last[2]
+        found = self.built.again(variant, features)
+        if found is not None:
+            return found
         spec = dataclasses.replace(
             self.spec,
             layers=self.layers_of(variant),
@@ -298,32 +284,14 @@ class Machine:
             edits=variant.edits,
         )
         if spec not in self.runners:
-            self.make_room(spec)
+            if self.built.make_room(spec, lambda: dataclasses.replace(self.spec, layers=self.layers_of(Variant()))):
+                kept = {(one.layers, one.edits) for one in (spec, *self.runners)}
+                self.versions.keep(lambda other: (self.layers_of(other), other.edits) in kept)
             rows = self.resident.rows._replace(edits=self.choices_of(variant.edits))
             resident = self.resident._replace(rows=rows)
             self.try_variant(variant, spec, resident, tree)
             self.runners[spec] = StepRunner(spec, resident, self.settings)
-        self.runners[spec] = self.runners.pop(spec)  # the last used at the end
-        self.built.last = (variant, features, self.runners[spec])
-        return self.runners[spec]
-
-    def make_room(self, spec: StepSpec) -> None:
-        """Before a caller's functions get steps of their own, let go of those used longest ago, if there are many.
-
-        A function made anew for each call, such as a lambda in a loop, would else fill the memory with graphs.
-        """
-        if len(self.runners) < MOST_CHANGED:
-            return
-        plain = functions_in(dataclasses.replace(self.spec, layers=self.layers_of(Variant())))
-        known = [one for one in dict.fromkeys(map(functions_in, reversed(self.runners))) if one != plain]
-        if functions_in(spec) in (plain, *known) or len(known) < MOST_CHANGED:
-            return
-        for old in [one for one in self.runners if functions_in(one) in known[MOST_CHANGED - 1 :]]:
-            del self.runners[old]
-        self.built.tried.clear()
-        self.built.last = None
-        kept = {(one.layers, one.edits) for one in (spec, *self.runners)}
-        self.versions.keep(lambda variant: (self.layers_of(variant), variant.edits) in kept)
+        return self.built.used(variant, features, spec)
 
     def layers_of(self, variant: Variant) -> Layers:
         """The functions that a variant's steps call."""
@@ -352,11 +320,6 @@ class Machine:
             for bucket in common_buckets(self.settings):
                 empty = padding(bucket.entries, bucket.tokens, None, scratch)
                 runner(params.tree, empty, max_context=bucket.max_context, as_graph=True, report=report)
-
-
-def functions_in(spec: StepSpec) -> tuple[Layers, tuple[Channel, ...], tuple[Callable, ...]]:
-    """The functions that a caller may give to a step."""
-    return spec.layers, spec.edits, spec.features.logits_fns
 
 
 def plain_spec(params: Params, settings: Settings, tp: TensorParallel) -> StepSpec:

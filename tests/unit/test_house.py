@@ -30,8 +30,9 @@ LAYERS = """
     options
     buckets
     compiled readback
-    trial
+    built trial
     machine scoring
+    workspace
     engines
     tracks log
     generation

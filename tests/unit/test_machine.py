@@ -12,6 +12,7 @@ import torch
 from tiny_models import GREEDY, tiny
 
 import fnllm
+import fnllm.built
 import fnllm.machine
 from fnllm.batch import StepInputs
 from fnllm.buckets import HostInputs
@@ -162,7 +163,7 @@ def test_generate_tells_the_report_that_was_given_last(each_step_compiled, capsy
 @pytest.mark.parametrize("kind", ["layer", "edit", "logits_fn"])
 def test_functions_made_anew_for_each_call_do_not_pile_up(kind, monkeypatch):
     """As a lambda in a loop does: the steps of the last few are kept, and the plain ones."""
-    monkeypatch.setattr(fnllm.machine, "MOST_CHANGED", 3)
+    monkeypatch.setattr(fnllm.built, "MOST_CHANGED", 3)
     params = tiny()._replace(workspace={})
     plain = generate(params)
     (machine,) = params.workspace.values()
@@ -190,7 +191,7 @@ def test_functions_made_anew_for_each_call_do_not_pile_up(kind, monkeypatch):
 
 
 def test_functions_in_use_keep_their_steps(monkeypatch):
-    monkeypatch.setattr(fnllm.machine, "MOST_CHANGED", 2)
+    monkeypatch.setattr(fnllm.built, "MOST_CHANGED", 2)
     params = tiny()._replace(workspace={})
     mine = fnllm.Layers()._replace(mlp=Adapter())
     generate(params, layers=mine)

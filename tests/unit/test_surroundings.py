@@ -65,7 +65,7 @@ def test_threads_that_begin_together_share_one_machine(monkeypatch):
             time.sleep(0.1)
             super().__init__(*args)
 
-    monkeypatch.setattr("fnllm.engines.Machine", Slow)
+    monkeypatch.setattr("fnllm.workspace.Machine", Slow)
     threads = [threading.Thread(target=lambda: found.append(run(params))) for _ in range(3)]
     for thread in threads:
         thread.start()
