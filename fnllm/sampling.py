@@ -175,19 +175,19 @@ def _is_bool(value: Any) -> bool:
 
 
 def _integer(name: str, value: Any, *, low: int, high: int | None = None, hint: str = "") -> int:
+    try:
+        number = None if _is_bool(value) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is not None and number >= low and (high is None or number <= high):
+        return number
     allowed = f"an integer of {low} or more" if high is None else f"an integer from {low} to {high}"
     allowed += f" ({hint})" if hint else ""
-    try:
-        if _is_bool(value):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
+    if number is None:
         # 2.5 is a wrong value, "2" and True are wrong types
         kind = ValueError if isinstance(value, float) else TypeError
-        raise kind(f"{name} must be {allowed}, found {_shown(value)}") from None
-    if number < low or (high is not None and number > high):
-        raise ValueError(f"{name} must be {allowed}, found {number}")
-    return number
+        raise kind(f"{name} must be {allowed}, found {_shown(value)}")
+    raise ValueError(f"{name} must be {allowed}, found {number}")
 
 
 def check_number(
@@ -200,19 +200,18 @@ def check_number(
     forbids: bool = False,  # -inf is one, too
 ) -> float:
     """A number within its bounds as a plain float; TypeError or ValueError that begins with `name` for what is none."""
+    try:
+        number = None if _is_bool(value) or isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    if number is not None and (math.isfinite(number) or (forbids and number == -math.inf)):
+        if (low is None or number >= low) and (above is None or number > above) and (high is None or number <= high):
+            return number
     bounds = [f"{sign} {bound:g}" for sign, bound in ((">=", low), (">", above), ("<=", high)) if bound is not None]
     allowed = "a finite number" + (" " + " and ".join(bounds) if bounds else "") + " or -inf" * forbids
-    if _is_bool(value) or isinstance(value, (str, bytes)):
+    if number is None:
         raise TypeError(f"{name} must be {allowed}, found {_shown(value)}")
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise TypeError(f"{name} must be {allowed}, found {_shown(value)}") from None
-    inside = (low is None or number >= low) and (above is None or number > above) and (high is None or number <= high)
-    finite = math.isfinite(number) or (forbids and number == -math.inf)
-    if not finite or not inside:
-        raise ValueError(f"{name} must be {allowed}, found {number:g}")
-    return number
+    raise ValueError(f"{name} must be {allowed}, found {number:g}")
 
 
 def check_flag(name: str, value: Any) -> bool:
