@@ -111,8 +111,8 @@ class Machine:
         )
 
     def reserve_for_captures(self, needed: int, report: Report) -> None:
-        """Say how many bytes captured activations will take; ValueError when the device has not that much free."""
-        free, _ = memory_of(self.device)
+        """Say how many bytes captured activations will take; ValueError, on all ranks, when one has not that many."""
+        free = least(self.tp, self.device, lambda: memory_of(self.device)[0])
         if needed > free:
             raise ValueError(
                 f"capture would take up to {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free on {self.device}; "

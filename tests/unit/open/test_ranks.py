@@ -1,5 +1,7 @@
 """Captures, edits, scores and invariant bits over two simulated ranks: equal to one."""
 
+import threading
+
 import pytest
 import torch
 from examples_of import EXAMPLES
@@ -82,3 +84,20 @@ def test_two_ranks_score_the_bits_they_generate():
 
     for logprobs, scored in fnllm.simulate(2, both, shards).results:
         assert [logprobs[seq_id] for seq_id in sorted(logprobs)] == scored
+
+
+def test_a_rank_without_memory_for_captures_refuses_for_all(monkeypatch):
+    """The others would else wait for it in the first step."""
+    ranks = threading.local()
+    monkeypatch.setattr("fnllm.machine.memory_of", lambda device: (10**4 if ranks.mine else 10**12, 10**12))
+
+    def reserve(tp, params):
+        ranks.mine = tp.rank
+        machine = fnllm.engine(params, tp=tp, num_blocks=32, block_size=4).machine
+        with pytest.raises(ValueError) as refused:
+            machine.reserve_for_captures(10**5, lambda line: None)
+        return str(refused.value)
+
+    shards = [fnllm_weights.load(ORACLE / "qwen3-tiny", device="cpu", rank=r, size=2) for r in range(2)]
+    for said in fnllm.simulate(2, reserve, shards).results:
+        assert said.startswith("capture would take up to 0.00 GB and 0.00 GB are free on cpu; ask for fewer")
