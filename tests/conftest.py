@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -43,3 +44,14 @@ def pytest_report_header() -> str:
     """Which torch runs, when it is known already."""
     torch = sys.modules.get("torch")
     return f"torch: {torch.__version__}" if torch else "torch: not imported yet"
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Turns shape checking off for a test of a function's own refusals, of stand-ins, or of cost."""
+    import jaxtyping
+
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)

@@ -79,7 +79,7 @@ def give_tensor(tree):
 
 
 @pytest.mark.parametrize("move", [give_storage, give_tensor])
-def test_graphs_go_with_parameters_that_move_within_their_tree(move):
+def test_graphs_go_with_parameters_that_move_within_their_tree(move, unchecked):
     mine, others = (copy.deepcopy(tiny(0).tree) for _ in range(2))
     params = tiny(0)._replace(tree=mine, workspace={})
     generate(params)
@@ -109,7 +109,7 @@ def test_a_cache_goes_with_its_params_and_waits_for_no_collection():
         (gc.enable if was else gc.disable)()
 
 
-def test_inputs_of_a_graph_that_were_sent_in_part_are_sent_again():
+def test_inputs_of_a_graph_that_were_sent_in_part_are_sent_again(unchecked):
     """As where an interrupt falls between two of them."""
 
     class Breaking:

@@ -207,6 +207,6 @@ def test_bad_sequences_are_named(tiny, ids, words):
 
 
 @pytest.mark.parametrize("limit", [0, -5, 2.5, "8", None, True])
-def test_a_limit_below_one_token_is_named(tiny, limit):
+def test_a_limit_below_one_token_is_named(tiny, limit, unchecked):
     with pytest.raises(ValueError, match=f"max_batched_tokens must be a positive integer, found {limit!r}"):
         fnllm.score(tiny, IDS, max_batched_tokens=limit)
