@@ -1,11 +1,17 @@
 """A product, the residual addition and the RMSNorm behind it, where the norm's kernel can finish the product's sums.
 
-For 129 to 256 rows cuBLAS divides the inputs of a weight of about 4096 outputs, so that all multiprocessors have work,
-and adds the parts up in a kernel of its own. Here the product is made of two halves of the inputs with float32 results,
-and the kernel that adds the residual and norms, which reads the product anyway, adds them.
+That kernel reads the product anyway. Where one product leaves multiprocessors without work, it is made as two halves,
+the float32 products of about half of the inputs each, and the norm's kernel adds them:
+- 17 to 128 rows of at most 1024 outputs are few tiles, whose programs walk over all inputs. So there are twice as many
+  programs, each with half the way (`tiled_linear.py`).
+- For 129 to 256 rows of about 4096 outputs cuBLAS divides the inputs itself, but adds the parts up in a kernel of its
+  own. So it is asked for two products.
 
 Axes: T packed tokens, I inputs, H outputs (hidden).
 """
+
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Float32
@@ -13,6 +19,9 @@ from torch import Tensor, library
 
 from fnllm_kernels.norm import run_add_rms_norm
 from fnllm_kernels.small_linear import check_linear, run_linear
+from fnllm_kernels.tiled_linear import fetches_tiles, launch_tiled_parts, triton
+
+Way = Literal["whole", "tiled halves", "cuBLAS halves"]
 
 
 def linear_add_rms_norm(
@@ -29,35 +38,53 @@ def linear_add_rms_norm(
     return _linear_add_rms_norm_op(x, w, residual, weight, eps)
 
 
-def linear_halves(x: Float[Tensor, "T I"], w: Float[Tensor, "H I"]) -> Float32[Tensor, "2 T H"]:
+def fastest_way(rows: int, inputs: int, outputs: int) -> Way:
+    """How a product takes least time, the norm behind it included, for bf16 on an H200; pure.
+
+    - Halves by tiles, measured for 1024 outputs of 2048 and 3072 inputs, both in a layer of the 0.6B shape: 36.3 us a
+      layer in place of 38.6 at 24 rows, 45.6 of 48.1 at 64, 63.7 of 65.1 at 128, nothing from 160 on. Three or four
+      parts are not better, and cuBLAS's halves slower than the whole.
+    - cuBLAS's halves, measured for 4096 outputs under the power limit (benchmarks/results/trials.json): with 12288
+      inputs 2 to 7 us less of 38 to 52, with 4096 up to 5 us less of 16 to 23, but nothing at 129 and from 240 rows on.
+      128 by 128 tiles of fewer than 3072 outputs would need more than two parts to fill 132 multiprocessors.
+
+    >>> fastest_way(64, 2048, 1024), fastest_way(160, 2048, 1024), fastest_way(64, 1024, 1024)
+    ('tiled halves', 'whole', 'whole')
+    >>> fastest_way(256, 12288, 4096), fastest_way(256, 4096, 4096), fastest_way(208, 4096, 4096)
+    ('cuBLAS halves', 'whole', 'cuBLAS halves')
+    """
+    if outputs <= 1024:
+        return "tiled halves" if 17 <= rows <= 128 and inputs >= 2048 else "whole"
+    if not (3072 <= outputs <= 4096 and inputs % 128 == 0):
+        return "whole"
+    most = 256 if inputs >= 8192 else 224 if inputs >= 4096 else 0
+    return "cuBLAS halves" if 129 <= rows <= most else "whole"
+
+
+def way_of(x: Tensor, w: Tensor) -> Way:
+    """`fastest_way` where the tensors allow halves: contiguous bf16 that TMA can fetch, so on sm_90 or later."""
+    if triton is None or not (x.dtype == w.dtype == torch.bfloat16 and fetches_tiles(x, w)):
+        return "whole"
+    return fastest_way(*x.shape, w.shape[0])
+
+
+def tiled_halves(x: Float[Tensor, "T I"], w: Float[Tensor, "H I"]) -> Float32[Tensor, "2 T H"]:
+    """Two products, whose sum is x @ w.T, of whole tiles of inputs each."""
+    return launch_tiled_parts(x, w, 2)
+
+
+def cublas_halves(x: Float[Tensor, "T I"], w: Float[Tensor, "H I"]) -> Float32[Tensor, "2 T H"]:
     """The products of the first and of the second half of the inputs, whose sum is x @ w.T; copies neither operand."""
     a, b = x.unflatten(1, (2, -1)).transpose(0, 1), w.unflatten(1, (2, -1)).permute(1, 2, 0)
     # Only CUDA has products of 16-bit numbers with wider results.
     return torch.bmm(a, b, out_dtype=torch.float32) if x.is_cuda else torch.bmm(a.float(), b.float())
 
 
-def halves_pay(rows: int, inputs: int, outputs: int) -> bool:
-    """Whether two halves take less time than one product, for bf16 on an H200.
-
-    Measured for 4096 outputs under the power limit, norm included (benchmarks/results/trials.json): with 12288 inputs 2
-    to 7 us less of 38 to 52, with 4096 up to 5 us less of 16 to 23, but nothing at 129 and from 240 rows on. 128 by 128
-    tiles of fewer than 3072 outputs would need more than two parts to fill 132 multiprocessors. Up to 128 rows
-    `small_linear` has tiles of its own.
-
-    >>> halves_pay(256, 12288, 4096), halves_pay(256, 4096, 4096), halves_pay(208, 4096, 4096)
-    (True, False, True)
-    """
-    if not (3072 <= outputs <= 4096 and inputs % 128 == 0):
-        return False
-    most = 256 if inputs >= 8192 else 224 if inputs >= 4096 else 0
-    return 129 <= rows <= most
-
-
-def prefers_halves(x: Tensor, w: Tensor) -> bool:
-    """Whether the product is made in two halves: where that pays, contiguous bf16 on sm_90 or later."""
-    if not (x.is_cuda and x.dtype == w.dtype == torch.bfloat16 and x.is_contiguous() and w.is_contiguous()):
-        return False
-    return halves_pay(*x.shape, w.shape[0]) and torch.cuda.get_device_capability(x.device)[0] >= 9
+PRODUCTS: dict[Way, Callable[[Tensor, Tensor], Tensor]] = {
+    "whole": run_linear,
+    "tiled halves": tiled_halves,
+    "cuBLAS halves": cublas_halves,
+}
 
 
 @library.custom_op(
@@ -67,8 +94,7 @@ def prefers_halves(x: Tensor, w: Tensor) -> bool:
 )
 def _linear_add_rms_norm_op(x, w, residual, weight, eps):
     check_linear(x, w, residual=residual)
-    product = linear_halves(x, w) if prefers_halves(x, w) else run_linear(x, w)
-    return run_add_rms_norm(product, residual, weight, eps)
+    return run_add_rms_norm(PRODUCTS[way_of(x, w)](x, w), residual, weight, eps)
 
 
 @_linear_add_rms_norm_op.register_fake

@@ -1,14 +1,15 @@
 """x @ w.T by tiles, each output summed along the inputs in one chain: its bits do not depend on the tile or the row.
 
 A program holds a tile of rows and outputs and walks over all inputs, so the order of a sum is that of the inputs
-whatever the shape of the tile, and no second kernel adds parts up. On sm_90 and later whole tiles are fetched by the
-tensor memory accelerator (TMA); elsewhere, and where rows do not begin at multiples of 16 bytes, by plain loads.
+whatever the shape of the tile, and no second kernel adds parts up. For a kernel that can add them up itself, programs
+beside each other may each walk over a part of the inputs. On sm_90 and later whole tiles are fetched by the tensor
+memory accelerator (TMA); elsewhere, and where rows do not begin at multiples of 16 bytes, by plain loads.
 """
 
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float32
 from torch import Tensor
 
 from fnllm_kernels.dependent_launch import launch_options
@@ -128,20 +129,55 @@ def launch_tiled(
     TMA, launch dependently (None: where it pays); early: whether the next kernel may start while this one works, and
     not only near its end (None: for many rows).
     """
+    return _launch(x, w, None, gated, tile, tma, pdl, early)
+
+
+def launch_tiled_parts(
+    x: Float[Tensor, "T I"],
+    w: Float[Tensor, "O I"],
+    parts: int,
+    *,
+    tile: Tile | None = None,
+    tma: bool | None = None,
+    pdl: bool | None = None,
+    early: bool | None = None,
+) -> Float32[Tensor, "P T O"]:
+    """The products of so many parts of the inputs, one behind the other, whose sum is x @ w.T.
+
+    A part is a number of whole tiles of inputs, the same for all; the last parts have what is left, which may be
+    nothing. The other arguments are those of `launch_tiled`, the tile that of the whole product.
+    """
+    return _launch(x, w, parts, False, tile, tma, pdl, early)
+
+
+def _launch(
+    x: Tensor,
+    w: Tensor,
+    parts: int | None,
+    gated: bool,
+    tile: Tile | None,
+    tma: bool | None,
+    pdl: bool | None,
+    early: bool | None,
+) -> Tensor:
+    """`launch_tiled`, with a number of parts `launch_tiled_parts`."""
     x, w = x.contiguous(), w.contiguous()
     (tokens, inputs), outputs = x.shape, w.shape[0] // 2 if gated else w.shape[0]
-    if not tokens * outputs:
-        return x.new_empty(tokens, outputs)
+    size = tokens, outputs
+    out = x.new_empty(size) if parts is None else x.new_empty(parts, *size, dtype=torch.float32)
+    if not out.numel():
+        return out
     tma = fetches_tiles(x, w) if tma is None else tma
     limits = limits_of(x.device)
-    if tile is None and tma and x.element_size() == 2 and keeps_busy(tokens, outputs, gated, *limits):
+    many = parts is None and tile is None and x.element_size() == 2 and keeps_busy(tokens, outputs, gated, *limits)
+    if many and tma:
         return launch_persistent(x, w, gated=gated, programs=limits.multiprocessors)
     if pdl is None and w.numel() > SMALL_WEIGHT:
         pdl = False  # 52 us become 59 where the next kernel's programs wait beside this one's (64 rows of 24576 x 4096)
     if tile is None:
         tile = tile_of(tokens, outputs, gated=gated, itemsize=x.element_size(), limits=limits)
     early = tokens > 16 if early is None else early
-    out, sources = x.new_empty(tokens, outputs), (x, w)
+    sources = x, w
     if tma:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -149,8 +185,9 @@ def launch_tiled(
             TensorDescriptor.from_tensor(source, [size, tile.inputs])
             for source, size in ((x, tile.rows), (w, tile.outputs))
         )
-    tiled_linear_kernel[(triton.cdiv(tokens, tile.rows) * triton.cdiv(outputs, tile.outputs),)](
-        *sources, out, tokens, outputs, inputs, GATED=gated, TMA=sources[0] is not x, EARLY=early,
+    tiles = triton.cdiv(tokens, tile.rows) * triton.cdiv(outputs, tile.outputs)
+    tiled_linear_kernel[(tiles, parts or 1)](
+        *sources, out, tokens, outputs, inputs, PARTS=parts or 1, GATED=gated, TMA=tma, EARLY=early,
         ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, num_warps=tile.warps, num_stages=tile.stages,
         **launch_options(x.device, pdl),
     )  # fmt: skip
@@ -163,10 +200,10 @@ if triton is not None:
     @triton.jit(do_not_specialize=["tokens"])
     def tiled_linear_kernel(
         x, w, out, tokens, outputs, inputs,
-        GATED: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr,
+        PARTS: tl.constexpr, GATED: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr,
         ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
-        """out [tokens, outputs]; x and w are matrices or, with TMA, descriptors of their tiles."""
+        """out [PARTS, tokens, outputs]; x and w are matrices or, with TMA, descriptors of their tiles."""
         # The tensor cores' larger side has 64 places: it takes the outputs where there are fewer rows.
         TURNED: tl.constexpr = ROWS < 64 and OUTPUTS >= 64
         if PDL:
@@ -185,7 +222,13 @@ if triton is not None:
         else:
             total = tl.zeros((ROWS, OUTPUTS), tl.float32)
         up = total
-        for i in range(0, inputs, INPUTS):
+        begin, end = 0, inputs
+        if PARTS > 1:
+            part, size = tl.program_id(1), tl.cdiv(tl.cdiv(inputs, INPUTS), PARTS) * INPUTS
+            begin = part * size
+            end = tl.minimum(begin + size, inputs)
+            out += part.to(tl.int64) * tokens * outputs
+        for i in range(begin, end, INPUTS):
             a = load_tile(x, row, i, tokens, inputs, ROWS, INPUTS, TMA)
             b = load_tile(w, column, i, outputs, inputs, OUTPUTS, INPUTS, TMA)
             total = multiply_add(total, a, b, TURNED)

@@ -1,4 +1,4 @@
-"""A product, an addition and a norm as one op: against float64 and the separate ops, by halves and as before."""
+"""A product, an addition and a norm as one op: against float64 and the separate ops, in halves and as before."""
 
 import pytest
 import torch
@@ -7,14 +7,10 @@ from kernel_cases import check_product, relative_error
 from torch import library
 
 from fnllm_kernels import linear_add_norm
-from fnllm_kernels.linear_add_norm import (
-    halves_pay,
-    linear_add_rms_norm,
-    linear_halves,
-    prefers_halves,
-)
+from fnllm_kernels.linear_add_norm import PRODUCTS, cublas_halves, fastest_way, linear_add_rms_norm, way_of
 from fnllm_kernels.norm import add_rms_norm
 from fnllm_kernels.small_linear import small_linear
+from fnllm_kernels.tiled_linear import tile_of
 
 EPS = 1e-5
 
@@ -35,10 +31,15 @@ def exact_norm(total, weight):
     return (total / (total.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()).cpu()
 
 
-def check_by_halves(x, w, residual, weight):
+def choose(monkeypatch, way):
+    monkeypatch.setattr(linear_add_norm, "way_of", lambda x, w: way)
+
+
+def check_in_halves(way, x, w, residual, weight):
     """The op's sum has each of its roundings: of the halves' sum, and of that with the residual."""
     y, total = linear_add_rms_norm(x, w, residual, weight, EPS)
-    halves = linear_halves(x, w)
+    halves = PRODUCTS[way](x, w)
+    assert halves.dtype == torch.float32 and halves.shape == (2, *residual.shape)
     product = (halves[0] + halves[1]).to(x.dtype)
     check_product(product, x, w, 6e-3)
     assert torch.equal(total, product + residual)
@@ -66,37 +67,66 @@ def test_matches_float64():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_by_halves_rounds_as_the_separate_ops(dtype, monkeypatch):
-    monkeypatch.setattr(linear_add_norm, "prefers_halves", lambda x, w: True)
-    check_by_halves(*operands(5, 12, 7, dtype))
+def test_in_halves_rounds_as_the_separate_ops(dtype, monkeypatch):
+    choose(monkeypatch, "cuBLAS halves")
+    check_in_halves("cuBLAS halves", *operands(5, 12, 7, dtype))
 
 
-def test_halves_are_those_of_the_inputs():
+@pytest.mark.parametrize("way", PRODUCTS)
+def test_the_way_decides_which_product_is_normed(way, monkeypatch):
+    x, w, residual, weight = operands(5, 12, 7, torch.float32)
+    made = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
+    choose(monkeypatch, way)
+    monkeypatch.setitem(PRODUCTS, way, lambda x, w: made)
+    y, total = linear_add_rms_norm(x, w, residual, weight, EPS)
+    assert torch.equal(total, made[0] + made[1] + residual)
+    assert relative_error(y, exact_norm(total, weight)) < 1e-6
+
+
+def test_cublas_halves_are_those_of_the_inputs():
     x, w, _, _ = operands(5, 12, 7, torch.bfloat16)
-    halves = linear_halves(x, w)
+    halves = cublas_halves(x, w)
     assert halves.dtype == torch.float32 and halves.shape == (2, 5, 7)
     for half, part in zip(halves, (slice(0, 6), slice(6, 12)), strict=True):
         assert relative_error(half, x[:, part].double() @ w[:, part].double().T) < 1e-6
 
 
 @pytest.mark.parametrize(
-    ("rows", "inputs", "outputs", "pays"),
+    ("rows", "inputs", "outputs", "way"),
     [
-        (128, 12288, 4096, False),  # tiles of our own
-        (129, 12288, 4096, True),
-        (256, 12288, 4096, True),
-        (257, 12288, 4096, False),
-        (224, 4096, 4096, True),
-        (225, 4096, 4096, False),
-        (160, 4096 - 128, 4096, False),
-        (256, 12288, 4104, False),
-        (256, 8192, 3072, True),
-        (256, 8192, 2560, False),
-        (256, 12288 + 64, 4096, False),  # halves that 64 does not divide
+        (16, 2048, 1024, "whole"),  # kernels for few rows
+        (17, 2048, 1024, "tiled halves"),
+        (128, 3072, 1024, "tiled halves"),
+        (129, 3072, 1024, "whole"),
+        (64, 2047, 1024, "whole"),
+        (64, 2056, 1000, "tiled halves"),
+        (64, 2048, 1025, "whole"),
+        (64, 2048, 4096, "whole"),
+        (128, 12288, 4096, "whole"),  # tiles of our own
+        (129, 12288, 4096, "cuBLAS halves"),
+        (256, 12288, 4096, "cuBLAS halves"),
+        (257, 12288, 4096, "whole"),
+        (224, 4096, 4096, "cuBLAS halves"),
+        (225, 4096, 4096, "whole"),
+        (160, 4096 - 128, 4096, "whole"),
+        (256, 12288, 4104, "whole"),
+        (256, 8192, 3072, "cuBLAS halves"),
+        (256, 8192, 2560, "whole"),
+        (256, 12288 + 64, 4096, "whole"),  # halves that 64 does not divide
     ],
 )
-def test_where_halves_pay(rows, inputs, outputs, pays):
-    assert halves_pay(rows, inputs, outputs) == pays
+def test_which_way_is_fastest(rows, inputs, outputs, way):
+    assert fastest_way(rows, inputs, outputs) == way
+
+
+def test_tiled_halves_have_the_tiles_that_were_measured():
+    for rows in range(17, 129):
+        assert tile_of(rows, 1024) == (16 if rows <= 64 else 32, 64, 256, 4, 4)
+
+
+def test_on_a_cpu_whole():
+    x, w, _, _ = operands(64, 2048, 1024, torch.bfloat16)
+    assert fastest_way(64, 2048, 1024) != "whole" and way_of(x, w) == "whole"
 
 
 def test_what_does_not_fit_is_refused(unchecked):
@@ -117,35 +147,49 @@ def test_op_is_registered_right():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [129, 192, 256])
-@pytest.mark.parametrize("inputs", [4096, 12288])
-def test_on_a_gpu_by_halves(inputs, rows, monkeypatch):
-    monkeypatch.setattr(linear_add_norm, "prefers_halves", lambda x, w: True)
-    check_by_halves(*operands(rows, inputs, 4096, torch.bfloat16, "cuda"))
+@pytest.mark.parametrize(
+    ("way", "rows", "inputs", "outputs"),
+    [("tiled halves", rows, inputs, 1024) for rows in (17, 31, 64, 65, 128) for inputs in (2048, 2056, 3072)]
+    + [("tiled halves", 70, 2056, 1000)]
+    + [("cuBLAS halves", rows, inputs, 4096) for rows in (129, 192, 256) for inputs in (4096, 12288)],
+)
+def test_on_a_gpu_in_halves(way, rows, inputs, outputs, monkeypatch):
+    choose(monkeypatch, way)
+    check_in_halves(way, *operands(rows, inputs, outputs, torch.bfloat16, "cuda"))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs"),
-    [(1, 40, 24), (5, 200, 72), (129, 41, 23), (128, 12288, 4096), (257, 12288, 4096), (192, 1024, 3072)],
-)
+    [
+        (1, 40, 24), (5, 200, 72), (129, 41, 23), (128, 12288, 4096), (257, 12288, 4096), (192, 1024, 3072),
+        (16, 2048, 1024), (129, 3072, 1024), (64, 1024, 1024),
+    ],
+)  # fmt: skip
 def test_on_a_gpu_as_before(rows, inputs, outputs):
     check_as_before(*operands(rows, inputs, outputs, torch.bfloat16, "cuda"))
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_tensors_decide():
-    x, w, _, _ = operands(192, 12288, 4096, torch.bfloat16, "cuda")
-    assert prefers_halves(x, w) == (torch.cuda.get_device_capability()[0] >= 9)
-    assert not prefers_halves(x[:128], w) and not prefers_halves(x.half(), w.half())
-    assert not prefers_halves(x, w.T.contiguous().T) and not prefers_halves(x.T.contiguous().T, w)
+@pytest.mark.parametrize(
+    ("way", "rows", "inputs", "outputs"), [("tiled halves", 64, 3072, 1024), ("cuBLAS halves", 192, 12288, 4096)]
+)
+def test_on_a_gpu_the_tensors_decide(way, rows, inputs, outputs):
+    x, w, _, _ = operands(rows, inputs, outputs, torch.bfloat16, "cuda")
+    assert way_of(x, w) == (way if torch.cuda.get_device_capability()[0] >= 9 else "whole")
+    others = (x[:16], w), (x.half(), w.half()), (x, w.T.contiguous().T), (x.T.contiguous().T, w)
+    assert [way_of(*tensors) for tensors in others] == ["whole"] * 4
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_in_a_graph(monkeypatch):
-    monkeypatch.setattr(linear_add_norm, "prefers_halves", lambda x, w: True)
-    x, w, residual, weight = operands(144, 4096, 4096, torch.bfloat16, "cuda")
+@pytest.mark.parametrize(
+    ("way", "rows", "inputs", "outputs"), [("tiled halves", 31, 2056, 1024), ("cuBLAS halves", 144, 4096, 4096)]
+)
+def test_on_a_gpu_in_a_graph(way, rows, inputs, outputs, monkeypatch):
+    choose(monkeypatch, way)
+    x, w, residual, weight = operands(rows, inputs, outputs, torch.bfloat16, "cuda")
     graph, (y, total) = captured(lambda: linear_add_rms_norm(x, w, residual, weight, EPS))
     x.copy_(x.flip(0))
     graph.replay()
     assert all(map(torch.equal, (y, total), linear_add_rms_norm(x, w, residual, weight, EPS)))
+    check_in_halves(way, x, w, residual, weight)

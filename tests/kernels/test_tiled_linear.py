@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from interpreted import INTERPRETING, interpreted_tests
-from kernel_cases import check_product, product_case
+from kernel_cases import check_product, product_case, relative_error
 
 from fnllm_kernels.silu_mul import silu_mul
 
@@ -15,10 +15,36 @@ if INTERPRETING:
     sys.path.append(str(Path(__file__).parent))
     import decode_interpreter  # noqa: F401  multiplies and rounds bfloat16 as a GPU does
 
+from fnllm_kernels.linear_add_norm import PRODUCTS, linear_add_rms_norm
 from fnllm_kernels.persistent_linear import keeps_busy, launch_persistent
-from fnllm_kernels.tiled_linear import H200, Limits, Tile, launch_tiled, tile_of
+from fnllm_kernels.tiled_linear import H200, Limits, Tile, launch_tiled, launch_tiled_parts, limits_of, tile_of
 
 SHAPES = [(3, 104, 40), (70, 48, 72), (1, 704, 16), (65, 200, 136), (33, 64, 96)]
+
+
+@pytest.fixture
+def unwritten_is_nan():
+    """torch.empty gives NaN, so what a kernel fails to write shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def check_parts(found, x, w, deep, relative=1e-6):
+    """Each part is the product of its whole tiles of so many inputs, in float32, and zeros where it has none."""
+    count = found.shape[0]
+    assert found.dtype == torch.float32 and found.shape == (count, x.shape[0], w.shape[0])
+    tiles = -(-x.shape[1] // deep)
+    size = deep * -(-tiles // count)
+    for part, index in zip(found, range(count), strict=True):
+        inputs = slice(index * size, (index + 1) * size)
+        a, b = x[:, inputs], w[:, inputs]
+        if a.shape[1]:
+            assert relative_error(part, (a.double() @ b.double().T).cpu()) < relative, index
+        else:
+            assert (part == 0).all(), index
+    assert relative_error(found.sum(0), (x.double() @ w.double().T).cpu()) < relative
 
 
 if not INTERPRETING:
@@ -73,6 +99,23 @@ if not INTERPRETING:
                 assert torch.equal(launch_tiled(x, w, tile=tile, tma=tma), whole), (tile, tma)
 
     @pytest.mark.gpu
+    @pytest.mark.parametrize("rows", [17, 31, 64, 65, 128])
+    @pytest.mark.parametrize("inputs, outputs", [(2048, 1024), (3072, 1024), (2056, 1000), (264, 72)])
+    def test_parts_on_a_gpu(inputs, outputs, rows, unwritten_is_nan):
+        x, w = product_case(rows, inputs, outputs, torch.bfloat16, "cuda")
+        tile = tile_of(rows, outputs, limits=limits_of(x.device))
+        for parts in (1, 2, 3):
+            found = launch_tiled_parts(x, w, parts)
+            check_parts(found, x, w, tile.inputs, 3e-5)  # tensor cores do not round sums to the nearest float32
+            assert torch.equal(launch_tiled_parts(x, w, parts, tma=False, pdl=False), found)
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("inputs", [2048, 2056, 3072])
+    def test_one_part_has_the_bits_of_the_product(inputs):
+        x, w = product_case(48, inputs, 1024, torch.bfloat16, "cuda")
+        assert torch.equal(launch_tiled_parts(x, w, 1)[0].bfloat16(), launch_tiled(x, w))
+
+    @pytest.mark.gpu
     @pytest.mark.parametrize("rows", [1, 16, 24, 48, 64, 96, 128, 200, 256, 300])
     @pytest.mark.parametrize("inputs, outputs", [(1024, 6144), (200, 1008), (4096, 24576)])
     def test_gated_has_the_bits_of_a_product_and_a_silu(rows, inputs, outputs):
@@ -97,6 +140,33 @@ else:
         gate, up = (x.double() @ w.double().T).chunk(2, -1)
         found = launch_tiled(x, w, gated=True, tile=tile, tma=tma)
         torch.testing.assert_close(found.double(), torch.nn.functional.silu(gate) * up, rtol=0.03, atol=0.01)
+
+    @pytest.mark.parametrize("tma", [False, True])
+    @pytest.mark.parametrize(
+        "tile, parts", [(Tile(16, 64, 32, 4, 2), 3), (Tile(32, 64, 64, 4, 2), 2), (Tile(64, 32, 128, 4, 2), 5)], ids=str
+    )
+    @pytest.mark.parametrize("rows, inputs, outputs", [(3, 104, 40), (70, 320, 72), (33, 24, 136)])
+    def test_parts(rows, inputs, outputs, tile, parts, tma, unwritten_is_nan):
+        """Some parts have a shorter last tile, some none."""
+        x, w = product_case(rows, inputs, outputs, torch.bfloat16, "cpu")
+        check_parts(launch_tiled_parts(x, w, parts, tile=tile, tma=tma), x, w, tile.inputs)
+
+    @pytest.mark.parametrize("rows, inputs, outputs", SHAPES[:3])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_parts_by_the_tile_of_the_product(rows, inputs, outputs, dtype, unwritten_is_nan):
+        x, w = product_case(rows, inputs, outputs, dtype, "cpu")
+        tile = tile_of(rows, outputs, itemsize=dtype.itemsize)
+        check_parts(launch_tiled_parts(x, w, 2), x, w, tile.inputs)
+        one = launch_tiled_parts(x, w, 1)
+        assert torch.equal(one[0].to(dtype), launch_tiled(x, w))
+
+    def test_halves_whose_sum_is_normed(monkeypatch, unwritten_is_nan):
+        (x, w), residual = product_case(20, 300, 40, torch.bfloat16, "cpu"), torch.randn(20, 40).bfloat16()
+        halves = PRODUCTS["tiled halves"](x, w)
+        check_parts(halves, x, w, 256)
+        monkeypatch.setattr("fnllm_kernels.linear_add_norm.way_of", lambda x, w: "tiled halves")
+        _, total = linear_add_rms_norm(x, w, residual, torch.ones(40).bfloat16(), 1e-5)
+        assert torch.equal(total, (halves[0] + halves[1]).bfloat16() + residual)
 
     @pytest.mark.parametrize("rows, inputs, outputs", [(128, 64, 256), (200, 136, 272), (300, 40, 528)])
     def test_programs_that_stay(rows, inputs, outputs):
@@ -123,3 +193,5 @@ else:
         wide[:, ::2] = x
         assert torch.equal(launch_tiled(wide[:, ::2], w), launch_tiled(x, w))
         assert launch_tiled(x[:0], w).shape == (0, 16)
+        assert torch.equal(launch_tiled_parts(wide[:, ::2], w, 2), launch_tiled_parts(x, w, 2))
+        assert launch_tiled_parts(x[:0], w, 2).shape == (2, 0, 16)
