@@ -59,6 +59,12 @@ def case_norm_linear(rows: int) -> tuple[Callable, tuple]:
     )  # fmt: skip
 
 
+def case_linear_norm(rows: int, inputs: int, outputs: int) -> tuple[Callable, tuple]:
+    return (lambda x, w, r, n: torch.stack(linear_add_rms_norm(x, w, r, n, 1e-6))), (
+        normal(rows, inputs), normal(outputs, inputs), normal(rows, outputs), normal(outputs),
+    )  # fmt: skip
+
+
 def case_attention(backend: str, queries: tuple[int, ...], contexts: tuple[int, ...], window: int) -> tuple:
     """Paged attention of a few sequences, the last of them padding; table entries past a length are -1."""
     cu = torch.tensor([0, *queries]).cumsum(0).int()
@@ -160,8 +166,8 @@ def cases(fast: str) -> dict[str, tuple[Callable, tuple]]:
         "rms_norm": (lambda x, w: rms_norm(x, w, 1e-6), (normal(5, 72), normal(72))),
         "add_rms_norm": (lambda x, r, w: torch.stack(add_rms_norm(x, r, w, 1e-6)), (
             normal(5, 72), normal(5, 72), normal(72))),
-        "linear_add_rms_norm, in halves": (lambda x, w, r, n: torch.stack(linear_add_rms_norm(x, w, r, n, 1e-6)), (
-            normal(130, 4096), normal(3080, 4096), normal(130, 3080), normal(3080))),
+        "linear_add_rms_norm, cuBLAS halves": case_linear_norm(130, 4096, 3080),
+        "linear_add_rms_norm, tiled halves": case_linear_norm(70, 2056, 1000),
         "small_linear, gated, programs that stay": (lambda x, w: small_linear(x, w, gated=True), (
             normal(1030, 72), normal(3504, 72))),
         "silu_mul": (silu_mul, (normal(5, 94),)),

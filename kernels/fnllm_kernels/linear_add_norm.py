@@ -41,9 +41,9 @@ def linear_add_rms_norm(
 def fastest_way(rows: int, inputs: int, outputs: int) -> Way:
     """How a product takes least time, the norm behind it included, for bf16 on an H200; pure.
 
-    - Halves by tiles, measured for 1024 outputs of 2048 and 3072 inputs, both in a layer of the 0.6B shape: 36.3 us a
-      layer in place of 38.6 at 24 rows, 45.6 of 48.1 at 64, 63.7 of 65.1 at 128, nothing from 160 on. Three or four
-      parts are not better, and cuBLAS's halves slower than the whole.
+    - Halves by tiles, measured for 1024 outputs of 2048 and of 3072 inputs, both in a layer of the 0.6B shape: the
+      layer takes 36.3 us in place of 38.6 at 24 rows, 45.6 in place of 48.1 at 64, 63.7 in place of 65.1 at 128, and
+      as long as before from 160 on. Three or four parts are not better, and cuBLAS's halves slower than the whole.
     - cuBLAS's halves, measured for 4096 outputs under the power limit (benchmarks/results/trials.json): with 12288
       inputs 2 to 7 us less of 38 to 52, with 4096 up to 5 us less of 16 to 23, but nothing at 129 and from 240 rows on.
       128 by 128 tiles of fewer than 3072 outputs would need more than two parts to fill 132 multiprocessors.

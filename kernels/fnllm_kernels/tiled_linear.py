@@ -160,24 +160,23 @@ def _launch(
     pdl: bool | None,
     early: bool | None,
 ) -> Tensor:
-    """`launch_tiled`, with a number of parts `launch_tiled_parts`."""
+    """`launch_tiled` or, with a number of parts, `launch_tiled_parts`."""
     x, w = x.contiguous(), w.contiguous()
     (tokens, inputs), outputs = x.shape, w.shape[0] // 2 if gated else w.shape[0]
-    size = tokens, outputs
-    out = x.new_empty(size) if parts is None else x.new_empty(parts, *size, dtype=torch.float32)
-    if not out.numel():
-        return out
+    shape, dtype = ((tokens, outputs), x.dtype) if parts is None else ((parts, tokens, outputs), torch.float32)
+    if 0 in shape:
+        return x.new_empty(shape, dtype=dtype)
     tma = fetches_tiles(x, w) if tma is None else tma
     limits = limits_of(x.device)
-    many = parts is None and tile is None and x.element_size() == 2 and keeps_busy(tokens, outputs, gated, *limits)
-    if many and tma:
+    stays = tma and tile is None and parts is None and x.element_size() == 2
+    if stays and keeps_busy(tokens, outputs, gated, *limits):
         return launch_persistent(x, w, gated=gated, programs=limits.multiprocessors)
     if pdl is None and w.numel() > SMALL_WEIGHT:
         pdl = False  # 52 us become 59 where the next kernel's programs wait beside this one's (64 rows of 24576 x 4096)
     if tile is None:
         tile = tile_of(tokens, outputs, gated=gated, itemsize=x.element_size(), limits=limits)
     early = tokens > 16 if early is None else early
-    sources = x, w
+    out, sources = x.new_empty(shape, dtype=dtype), (x, w)
     if tma:
         from triton.tools.tensor_descriptor import TensorDescriptor
 

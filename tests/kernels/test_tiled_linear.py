@@ -178,7 +178,7 @@ else:
         torch.testing.assert_close(found.double(), torch.nn.functional.silu(gate) * up, rtol=0.03, atol=0.01)
 
     def test_programs_that_stay_are_for_16_bit_numbers(monkeypatch):
-        """They would round float32 operands, and need twice the memory that a multiprocessor has."""
+        """They would round float32 operands, need twice the memory that a multiprocessor has, and know of no parts."""
         called = []
         monkeypatch.setattr("fnllm_kernels.tiled_linear.keeps_busy", lambda *a: True)
         monkeypatch.setattr("fnllm_kernels.tiled_linear.launch_persistent", lambda *a, **k: called.append(a[0].dtype))
@@ -186,6 +186,8 @@ else:
         check_product(launch_tiled(x, w, tma=True), x, w, 1e-5)
         launch_tiled(x.half(), w.half(), tma=True)
         assert called == [torch.float16]
+        check_parts(launch_tiled_parts(x.half(), w.half(), 2, tma=True), x.half(), w.half(), 256)
+        assert len(called) == 1
 
     def test_rows_that_do_not_follow_each_other_and_none():
         x, w = product_case(5, 32, 16, torch.float32, "cpu")
