@@ -2,9 +2,10 @@
 
 The chain of a layer's kernels runs in a CUDA graph over several layers' weights and caches, which together exceed the
 L2 cache: with QK-norm, rotation and store as a kernel of their own ("apart") or inside attention ("fused"), launched
-dependently (pdl true), not so, or as a step does it (null): all but products of large weights. Each kernel is timed
-alone too, one call after another. A share is of the least time that its bytes need at 4.24 TB/s or its arithmetic at
-776 TFLOP/s, whichever is longer. `--dry` runs a tiny shape in plain torch.
+dependently (pdl true), not so, or as a step does it (null): all but products of large weights. Products before a norm
+are made in halves where a compiled step does so. Each kernel is timed alone too, one call after another. A share is of
+the least time that its bytes need at 4.24 TB/s or its arithmetic at 776 TFLOP/s, whichever is longer. `--dry` runs a
+tiny shape in plain torch.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from timing import replay_seconds  # noqa: E402
 from workloads import FLOPS_PER_S, READ_BYTES_PER_S  # noqa: E402
 from workloads import SHAPES as MODELS  # noqa: E402
 
-from fnllm_kernels import norm, qk_norm_rope_store, silu_mul, small_linear  # noqa: E402
+from fnllm_kernels import linear_add_norm, norm, qk_norm_rope_store, silu_mul, small_linear  # noqa: E402
 from fnllm_kernels.attention_reference import paged_attention_reference  # noqa: E402
 from fnllm_kernels.attention_triton import decode_attention_triton, triton_metadata  # noqa: E402
 from fnllm_kernels.attention_triton_plan import runs_direct  # noqa: E402
@@ -36,7 +37,7 @@ from fnllm_kernels.qk_norm_rope_attention import (  # noqa: E402
     qk_norm_rope_attention_reference,
     qk_norm_rope_attention_triton,
 )
-from fnllm_kernels.tiled_linear import launch_tiled  # noqa: E402
+from fnllm_kernels.tiled_linear import launch_tiled, launch_tiled_parts  # noqa: E402
 
 EPS = 1e-6
 BLOCK_SIZE = 128
@@ -74,10 +75,11 @@ ROWS, CONTEXTS = (2, 8, 32, 64, 128, 256), (256, 800)
 
 
 class Kernels(NamedTuple):
-    """The functions of a layer, launched one way."""
+    """The functions of a layer, launched one way; `before_norm` is the product, or its halves, for `add_norm`."""
 
     add_norm: Callable[..., tuple[Tensor, Tensor]]
     product: Callable[..., Tensor]
+    before_norm: Callable[..., Tensor]
     store: Callable[..., Tensor]
     attend: Callable[..., Tensor]
     fused: Callable[..., Tensor]
@@ -89,8 +91,10 @@ def plain_product(x: Tensor, w: Tensor, gated: bool = False) -> Tensor:
     return silu_mul.silu_mul_reference(y) if gated else y
 
 
-def kernel_of(x: Tensor, w: Tensor, gated: bool) -> str:
-    """What `small_linear` runs for a product."""
+def kernel_of(x: Tensor, w: Tensor, *, gated: bool = False, before_norm: bool = False) -> str:
+    """What a compiled step runs for a product."""
+    if before_norm and (way := linear_add_norm.way_of(x, w)) != "whole":
+        return way
     if small_linear.prefers_tiles(x, w, gated):
         return "tiles"
     return "few rows" if small_linear.takes(x, w) else "cuBLAS"
@@ -101,14 +105,14 @@ def kernels_of(device: str, pdl: bool | None) -> Kernels:
     if device == "cpu":
         attend = functools.partial(paged_attention_reference, max_seqlen_q=1)
         return Kernels(
-            norm.add_rms_norm_reference, plain_product, qk_norm_rope_store.qk_norm_rope_store_reference,
+            norm.add_rms_norm_reference, plain_product, plain_product, qk_norm_rope_store.qk_norm_rope_store_reference,
             lambda *args, metadata, **options: attend(*args, **options),
             qk_norm_rope_attention_reference, silu_mul.silu_mul_reference,
         )  # fmt: skip
     from fnllm_kernels.decode_linear import launch_linear
 
     def product(x: Tensor, w: Tensor, gated: bool = False) -> Tensor:
-        kernel = kernel_of(x, w, gated)
+        kernel = kernel_of(x, w, gated=gated)
         if kernel == "tiles":
             return launch_tiled(x, w, gated=gated, pdl=pdl)
         if kernel == "few rows":
@@ -116,12 +120,18 @@ def kernels_of(device: str, pdl: bool | None) -> Kernels:
         y = torch.nn.functional.linear(x, w)
         return silu_mul._silu_mul_triton(y, pdl=pdl) if gated else y
 
+    def before_norm(x: Tensor, w: Tensor) -> Tensor:
+        way = linear_add_norm.way_of(x, w)
+        if way == "tiled halves":
+            return launch_tiled_parts(x, w, 2, pdl=pdl)
+        return linear_add_norm.cublas_halves(x, w) if way == "cuBLAS halves" else product(x, w)
+
     def launched(function: Callable) -> Callable:
         return functools.partial(function, pdl=pdl)
 
     return Kernels(
-        launched(norm._norm_triton), product, launched(qk_norm_rope_store._launch), launched(decode_attention_triton),
-        launched(qk_norm_rope_attention_triton), launched(silu_mul._silu_mul_triton),
+        launched(norm._norm_triton), product, before_norm, launched(qk_norm_rope_store._launch),
+        launched(decode_attention_triton), launched(qk_norm_rope_attention_triton), launched(silu_mul._silu_mul_triton),
     )  # fmt: skip
 
 
@@ -193,9 +203,9 @@ class Step:
             h, residual = k.add_norm(x, residual, p["input_norm"], EPS)
             qkv = k.product(h, p["qkv"])
             out = self.fused(k, qkv, layer) if fused else self.attend(k, self.store(k, qkv, layer), layer)
-            h, residual = k.add_norm(k.product(out.flatten(1), p["o"]), residual, p["post_norm"], EPS)
-            x = k.product(k.product(h, p["gate_up"], gated=True), p["down"])
-        return x
+            h, residual = k.add_norm(k.before_norm(out.flatten(1), p["o"]), residual, p["post_norm"], EPS)
+            x = k.before_norm(k.product(h, p["gate_up"], gated=True), p["down"])
+        return x  # of the last layer perhaps in halves, which no norm adds
 
     def attention_bytes(self) -> int:
         s, rows = self.model.shape, self.x.shape[0]
@@ -227,9 +237,10 @@ def kernels_alone(step: Step, k: Kernels, *, with_products: bool) -> Iterator[Al
     yield Alone("silu_mul", lambda i: k.silu(gate_up), 3 * gate_up.numel())
     for name, (outputs, width) in shape.products().items():
         x = model.normal(rows, width)
-        gated = name == "gate_up"
-        call = lambda i, name=name, x=x, gated=gated: k.product(x, model.layers[i][name], gated=gated)  # noqa: E731
-        kernel = kernel_of(x, model.layers[0][name], gated)
+        gated, normed = name == "gate_up", name in ("o", "down")
+        make = k.before_norm if normed else functools.partial(k.product, gated=gated)
+        call = lambda i, name=name, x=x, make=make: make(x, model.layers[i][name])  # noqa: E731
+        kernel = kernel_of(x, model.layers[0][name], gated=gated, before_norm=normed)
         moved = 2 * (outputs * width + rows * (outputs + width))
         yield Alone(f"{name} by {kernel}", call, moved, 2 * rows * outputs * width)
 
@@ -271,7 +282,7 @@ def measure(size: str, model: Model, rows: int, context: int, layers: int, repor
     for pdl in (False, True):
         with_products = context == CONTEXTS[0] or device == "cpu"
         for alone in kernels_alone(step, kernels_of(device, pdl), with_products=with_products):
-            if pdl and alone.name.endswith("cuBLAS"):
+            if pdl and "cuBLAS" in alone.name:
                 continue
             count = len(model.layers)
             us, _ = time_us(lambda alone=alone: [alone.call(i % count) for i in range(LAYERS)], device)  # noqa: B023
