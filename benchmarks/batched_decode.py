@@ -2,10 +2,10 @@
 
 The chain of a layer's kernels runs in a CUDA graph over several layers' weights and caches, which together exceed the
 L2 cache: with QK-norm, rotation and store as a kernel of their own ("apart") or inside attention ("fused"), launched
-dependently (pdl true), not so, or as a step does it (null): all but products of large weights. Products before a norm
-are made in halves where a compiled step does so. Each kernel is timed alone too, one call after another. A share is of
-the least time that its bytes need at 4.24 TB/s or its arithmetic at 776 TFLOP/s, whichever is longer. `--dry` runs a
-tiny shape in plain torch.
+dependently (pdl true), not so, or as a step does it (null): all but large weights' products of more than 96 rows.
+Products before a norm are made in halves where a compiled step does so. Each kernel is timed alone too, one call after
+another. A share is of the least time that its bytes need at 4.24 TB/s or its arithmetic at 776 TFLOP/s, whichever is
+longer. `--dry` runs a tiny shape in plain torch.
 """
 
 import argparse

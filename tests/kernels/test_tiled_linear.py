@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_cases import captured
 from interpreted import INTERPRETING, interpreted_tests
 from kernel_cases import check_product, product_case, relative_error
 
@@ -15,9 +16,20 @@ if INTERPRETING:
     sys.path.append(str(Path(__file__).parent))
     import decode_interpreter  # noqa: F401  multiplies and rounds bfloat16 as a GPU does
 
+from fnllm_kernels import tiled_linear
 from fnllm_kernels.linear_add_norm import PRODUCTS, linear_add_rms_norm
 from fnllm_kernels.persistent_linear import keeps_busy, launch_persistent
-from fnllm_kernels.tiled_linear import H200, Limits, Tile, launch_tiled, launch_tiled_parts, limits_of, tile_of
+from fnllm_kernels.tiled_linear import (
+    H200,
+    SMALL_WEIGHT,
+    Limits,
+    Tile,
+    dependence,
+    launch_tiled,
+    launch_tiled_parts,
+    limits_of,
+    tile_of,
+)
 
 SHAPES = [(3, 104, 40), (70, 48, 72), (1, 704, 16), (65, 200, 136), (33, 64, 96)]
 
@@ -64,6 +76,41 @@ if not INTERPRETING:
                 assert tile.stages >= 2 and min(tile.rows, tile.outputs) >= 16
                 assert tile.rows * tile.outputs * (1 + gated) <= 32768  # sums in registers
 
+    @pytest.mark.parametrize(
+        "rows, numbers, launch",
+        [
+            (1, SMALL_WEIGHT, (True, False)),
+            (16, SMALL_WEIGHT, (True, False)),
+            (17, SMALL_WEIGHT, (True, True)),
+            (8192, SMALL_WEIGHT, (True, True)),
+            (1, SMALL_WEIGHT + 1, (True, False)),
+            (96, SMALL_WEIGHT + 1, (True, False)),
+            (97, SMALL_WEIGHT + 1, (False, False)),
+        ],
+    )
+    def test_large_weights_let_no_kernel_in_early(rows, numbers, launch):
+        assert dependence(rows, numbers) == launch
+
+    @pytest.mark.parametrize("large", [False, True])
+    @pytest.mark.parametrize("rows", [16, 17, 96, 97])
+    def test_a_launch_depends_as_said(rows, large, monkeypatch):
+        options = []
+
+        class Kernel:
+            def __getitem__(self, grid):
+                return lambda *operands, **given: options.append((given["PDL"], given["EARLY"]))
+
+        monkeypatch.setattr(tiled_linear, "tiled_linear_kernel", Kernel())
+        monkeypatch.setattr(tiled_linear, "launch_options", lambda device, pdl: {"PDL": pdl})
+        monkeypatch.setattr(tiled_linear, "SMALL_WEIGHT", 127 if large else 128)
+        x, w = torch.zeros(rows, 16), torch.zeros(8, 16)
+        launch_tiled(x, w)
+        launch_tiled_parts(x, w, 2)
+        launch_tiled(x, w, pdl=True, early=True)
+        launch_tiled(x, w, pdl=False, early=False)
+        chosen = (False if large and rows > 96 else None, not large and rows > 16)  # None: where the device can
+        assert options == [chosen, chosen, (True, True), (False, False)]
+
     def test_programs_that_stay_have_something_to_do():
         for rows, outputs in ((512, 12288), (1024, 3072), (8192, 4096), (640, 256), (100_000, 25_600)):
             for gated in (False, True):
@@ -108,6 +155,22 @@ if not INTERPRETING:
             found = launch_tiled_parts(x, w, parts)
             check_parts(found, x, w, tile.inputs, 3e-5)  # tensor cores do not round sums to the nearest float32
             assert torch.equal(launch_tiled_parts(x, w, parts, tma=False, pdl=False), found)
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("rows", [2, 16, 64, 96, 97])
+    def test_large_weights_one_behind_the_other_in_a_graph(rows):
+        x, w = product_case(rows, 4096, 4096, torch.bfloat16, "cuda")
+        assert w.numel() > SMALL_WEIGHT
+
+        def chain(pdl):
+            y = x
+            for _ in range(6):
+                y = launch_tiled(y, w, pdl=pdl)
+            return y
+
+        graph, found = captured(lambda: chain(None))
+        graph.replay()
+        assert torch.equal(found, chain(False))
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("inputs", [2048, 2056, 3072])
