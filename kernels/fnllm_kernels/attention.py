@@ -15,6 +15,7 @@ from torch import Tensor
 from . import attention_flash, attention_triton
 from .attention_invariant import paged_attention_invariant
 from .attention_reference import ReferencePlan, paged_attention_reference, plan_reference
+from .layouts import ANY_STRIDES
 
 BACKENDS = ("reference", "triton", "triton_invariant", "fa3", "fa2")
 
@@ -151,6 +152,7 @@ def _check(q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, backen
 @torch.library.custom_op(
     "fnllm::paged_attention",
     mutates_args=(),
+    tags=ANY_STRIDES,
     schema="(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor cu_seqlens_q, Tensor context_lens, "
     "SymInt max_seqlen_q, float scale, int window, str backend, Tensor? metadata, SymInt max_context) -> Tensor",
 )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fnllm_kernels.decode_tiles import triton
 from fnllm_kernels.dependent_launch import launch_options
+from fnllm_kernels.layouts import ANY_STRIDES
 
 if triton is not None:
     import triton.language as tl
@@ -132,7 +133,7 @@ def takes_attention(qkv, k_cache, block_tables) -> bool:
     return fits and qkv.is_cuda and triton is not None and block_tables.is_contiguous() and k_cache.is_contiguous()
 
 
-@torch.library.custom_op("fnllm::decode_attention", mutates_args=("k_cache", "v_cache", "counters"))
+@torch.library.custom_op("fnllm::decode_attention", mutates_args=("k_cache", "v_cache", "counters"), tags=ANY_STRIDES)
 def _decode_attention(
     qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, k_cache: Tensor,
     v_cache: Tensor, block_tables: Tensor, context_lens: Tensor, slots: Tensor, counters: Tensor, num_heads: int,

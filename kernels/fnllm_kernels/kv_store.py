@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from .layouts import ANY_STRIDES
+
 try:
     import triton
     import triton.language as tl
@@ -89,6 +91,7 @@ def copy_blocks_reference(
 @torch.library.custom_op(
     "fnllm::store_kv",
     mutates_args=("k_cache", "v_cache"),
+    tags=ANY_STRIDES,
     schema="(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots) -> ()",
 )
 def _store_kv_op(k, v, k_cache, v_cache, slots):

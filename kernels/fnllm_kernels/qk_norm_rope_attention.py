@@ -10,6 +10,7 @@ from torch import Tensor, library
 from .attention_reference import paged_attention_reference
 from .attention_triton import decode_attention_triton
 from .attention_triton_decode import NewHeads, triton
+from .layouts import ANY_STRIDES
 from .qk_norm_rope_store import check_heads, qk_norm_rope_store_reference
 
 
@@ -118,6 +119,7 @@ def _check(
 @library.custom_op(
     "fnllm::qk_norm_rope_attention",
     mutates_args=("k_cache", "v_cache"),
+    tags=ANY_STRIDES,
     schema="(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor cos, Tensor sin, Tensor(a!) k_cache, "
     "Tensor(b!) v_cache, Tensor slots, Tensor block_tables, Tensor cu_seqlens_q, Tensor context_lens, int num_heads, "
     "float scale, int window, Tensor? metadata, SymInt max_context) -> Tensor",

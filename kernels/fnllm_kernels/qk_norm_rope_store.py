@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .dependent_launch import launch_options
 from .kv_store import store_kv_reference
+from .layouts import ANY_STRIDES
 from .norm import rms_norm_reference
 
 try:
@@ -97,6 +98,7 @@ def _rotate(x: Float[Tensor, "T N D"], cos: Float[Tensor, "T half_D"], sin: Floa
 @torch.library.custom_op(
     "fnllm::qk_norm_rope_store",
     mutates_args=("k_cache", "v_cache"),
+    tags=ANY_STRIDES,
     schema="(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor cos, Tensor sin, Tensor(a!) k_cache, "
     "Tensor(b!) v_cache, Tensor slots, int num_heads, int num_kv_heads) -> Tensor",
 )

@@ -101,11 +101,10 @@ def launch_sample_logits(
     """The Triton form of `sample_logits_reference`."""
     rows, vocab = logits.shape
     best = torch.full((rows,), LEAST_KEY, dtype=torch.int64, device=logits.device)
-    # Few rows need small tiles to occupy the device.
-    tile = 1024 if rows <= 8 else 4096
+    tile = 1024 if rows <= 8 else 2048  # few rows need small tiles to occupy the device
     _sample_logits_kernel[(triton.cdiv(vocab, tile), rows)](
         logits, temperature, seed, position, best, logits.stride(0), logits.stride(1), vocab_start, valid,
-        FAST=logits.is_cuda, TILE=tile, num_warps=4 if rows <= 8 else 8,
+        FAST=logits.is_cuda, TILE=tile, num_warps=4,
     )  # fmt: skip
     return best
 
@@ -149,6 +148,7 @@ if triton is not None:
     SEED_1 = tl.constexpr(noise.SEED_1)
     SEED_2 = tl.constexpr(noise.SEED_2)
     LARGEST = tl.constexpr(noise.LARGEST)
+    LN_2 = tl.constexpr(0.6931471805599453)
     NAN_KEY = tl.constexpr(order_keys.NAN_KEY)
     NOTHING_KEY = tl.constexpr(order_keys.NOTHING_KEY)
 
@@ -170,24 +170,29 @@ if triton is not None:
         return _mix(_mix(_mix(low ^ first) ^ high) ^ place), _mix(_mix(_mix(place ^ second) ^ low) ^ high)
 
     @triton.jit
-    def _gumbel(ids, key_1, key_2, FAST: tl.constexpr):
-        """`noise.gumbel_from_keys`, element by element; the values agree to about 4e-6.
+    def _log_exponential(ids, key_1, key_2, FAST: tl.constexpr):
+        """Base-2 logarithm of -log1p(-v): `noise.gumbel_from_keys` is -log(2) times it. They agree to about 4e-6.
 
-        The two logarithms are most of the work, so `FAST` takes the hardware's, which the interpreter does not have.
+        The arithmetic of each id is most of the draw, hence the forms with the fewest instructions; `FAST` takes the
+        hardware's logarithms, which the interpreter does not have.
         """
         x = ids.to(tl.uint32) ^ key_1
         x = x ^ (x >> 16)
         x = x * MIX_1
         x = x ^ (x >> 15)
-        x = (x + key_2) * MIX_2
+        x = x * MIX_2 + key_2 * MIX_2
         x = x ^ (x >> 15)
-        v = (tl.minimum(x.to(tl.float32), LARGEST) + 0.5) * 2.3283064365386963e-10
-        # -log1p(-v): 1 - v loses the digits of a small v, so there the series v + v**2/2 + v**3/3 + ... stands in.
-        series = v * (1 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * (0.2 + v * 0.16666667)))))
+        v = tl.minimum(x.to(tl.float32), LARGEST) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+        # 1 - v loses the digits of a small v, so there the series v + v**2/2 + v**3/3 + v**4/4 stands in.
+        series = v * (1 + v * (0.5 + v * (0.33333334 + v * 0.25)))
         if FAST:
-            return -libdevice.fast_logf(tl.where(v < 0.0625, series, -libdevice.fast_logf(1 - v)))
+            return libdevice.fast_log2f(tl.where(v < 0.015625, series, -LN_2 * libdevice.fast_log2f(1 - v)))
         else:
-            return -tl.log(tl.where(v < 0.0625, series, -tl.log(1 - v)))
+            return tl.log2(tl.where(v < 0.015625, series, -LN_2 * tl.log2(1 - v)))
+
+    @triton.jit
+    def _largest(a, b):
+        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
     @triton.jit
     def _key(score, ids):
@@ -205,16 +210,16 @@ if triton is not None:
     ):  # fmt: skip
         row = tl.program_id(1).to(tl.int64)
         columns = tl.program_id(0) * TILE + tl.arange(0, TILE)
-        inside = columns < valid
         place = logits + row * row_stride + columns.to(tl.int64) * column_stride
-        score = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
-        score = tl.where(score == score, score, float("inf"))
+        score = tl.load(place, mask=columns < valid, other=float("-inf")).to(tl.float32)
         t = tl.load(temperature + row)
         if t > 0:
             key_1, key_2 = _row_keys(tl.load(seed + row), tl.load(position + row))
-            score += t * _gumbel(vocab_start + columns, key_1, key_2, FAST)
-        highest, index = tl.max(score, 0, return_indices=True)
-        tl.atomic_max(best + row, _key(highest, vocab_start + tl.program_id(0) * TILE + index))
+            score -= (t * LN_2) * _log_exponential(vocab_start + columns, key_1, key_2, FAST)
+        highest = tl.reduce(score, 0, _largest)
+        index = tl.min(tl.where(score == highest, columns, 2147483647), 0)  # the first of equal ones
+        highest = tl.where(highest == highest, highest, float("inf"))
+        tl.atomic_max(best + row, _key(highest, vocab_start + index))
 
     @triton.jit
     def _sample_head_kernel(
@@ -245,7 +250,8 @@ if triton is not None:
                 tl.load(seed + row, mask=here, other=0), tl.load(position + row, mask=here, other=0)
             )
             # A row of temperature 0 keeps its logits, infinite ones included.
-            drawn = score + t[None, :] * _gumbel((vocab_start + columns)[:, None], key_1[None, :], key_2[None, :], FAST)
+            noise = _log_exponential((vocab_start + columns)[:, None], key_1[None, :], key_2[None, :], FAST)
+            drawn = score - (t * LN_2)[None, :] * noise
             score = tl.where(t[None, :] > 0, drawn, score)
         score = tl.where(score == score, score, float("inf"))
         highest, index = tl.max(tl.where((columns < valid)[:, None], score, float("-inf")), 0, return_indices=True)
