@@ -2,8 +2,8 @@
 
 That kernel reads the product anyway. Where one product leaves multiprocessors without work, it is made as two halves,
 the float32 products of about half of the inputs each, and the norm's kernel adds them:
-- 17 to 128 rows of at most 1024 outputs are few tiles, whose programs walk over all inputs. So there are twice as many
-  programs, each with half the way (`tiled_linear.py`).
+- Up to 128 rows are few tiles, whose programs walk over all inputs. So there are twice as many programs, each with half
+  the way, as long as all run at once (`tiled_linear.py`).
 - For 129 to 256 rows of about 4096 outputs cuBLAS divides the inputs itself, but adds the parts up in a kernel of its
   own. So it is asked for two products.
 
@@ -19,7 +19,7 @@ from torch import Tensor, library
 
 from fnllm_kernels.norm import run_add_rms_norm
 from fnllm_kernels.small_linear import check_linear, run_linear
-from fnllm_kernels.tiled_linear import fetches_tiles, launch_tiled_parts, triton
+from fnllm_kernels.tiled_linear import fetches_tiles, launch_tiled_parts, parts_tile, triton
 
 Way = Literal["whole", "tiled halves", "cuBLAS halves"]
 
@@ -41,20 +41,24 @@ def linear_add_rms_norm(
 def fastest_way(rows: int, inputs: int, outputs: int) -> Way:
     """How a product takes least time, the norm behind it included, for bf16 on an H200; pure.
 
-    - Halves by tiles, measured for 1024 outputs of 2048 and of 3072 inputs, both in a layer of the 0.6B shape: the
-      layer takes 36.3 us in place of 38.6 at 24 rows, 45.6 in place of 48.1 at 64, 63.7 in place of 65.1 at 128, and
-      as long as before from 160 on. Three or four parts are not better, and cuBLAS's halves slower than the whole.
+    - Halves by tiles, `o` and `down` in a layer (benchmarks/results/trials.json): of the 0.6B shape 36.3 us in place of
+      38.6 at 24 rows, 63.7 in place of 65.1 at 128, and as long as before at 16 and from 160 on; of the 1.7B and 4B
+      shapes 47.8 and 71.3 in place of 52.9 and 77.1 at 8 rows; of 8B 112.1 in place of 115.4 at 8 and 124.5 in place of
+      127.0 at 32. Three or four parts are not better, and cuBLAS's halves slower than the whole.
     - cuBLAS's halves, measured for 4096 outputs under the power limit (benchmarks/results/trials.json): with 12288
       inputs 2 to 7 us less of 38 to 52, with 4096 up to 5 us less of 16 to 23, but nothing at 129 and from 240 rows on.
       128 by 128 tiles of fewer than 3072 outputs would need more than two parts to fill 132 multiprocessors.
 
-    >>> fastest_way(64, 2048, 1024), fastest_way(160, 2048, 1024), fastest_way(64, 1024, 1024)
+    >>> fastest_way(64, 2048, 1024), fastest_way(160, 2048, 1024), fastest_way(8, 2048, 1024)
     ('tiled halves', 'whole', 'whole')
+    >>> fastest_way(8, 4096, 4096), fastest_way(64, 4096, 4096)
+    ('tiled halves', 'whole')
     >>> fastest_way(256, 12288, 4096), fastest_way(256, 4096, 4096), fastest_way(208, 4096, 4096)
     ('cuBLAS halves', 'whole', 'cuBLAS halves')
     """
-    if outputs <= 1024:
-        return "tiled halves" if 17 <= rows <= 128 and inputs >= 2048 else "whole"
+    fewest = 2 if outputs >= 2048 else 17  # narrower weights of fewer rows have kernels as fast (`decode_linear.py`)
+    if fewest <= rows <= 128 and inputs >= 1024 and parts_tile(rows, outputs, 2):
+        return "tiled halves"
     if not (3072 <= outputs <= 4096 and inputs % 128 == 0):
         return "whole"
     most = 256 if inputs >= 8192 else 224 if inputs >= 4096 else 0

@@ -100,6 +100,23 @@ def tile_depth(tall: int, wide: int, programs: int, itemsize: int, limits: Limit
     return deep, max(2, min(stages, most[deep]))
 
 
+def parts_tile(rows: int, outputs: int, parts: int, limits: Limits = H200) -> Tile | None:
+    """The tile for a 16-bit product in parts of its inputs: the lowest with which all programs run at once, or None.
+
+    Each lower tile fetches the weight once more, each higher one leaves more multiprocessors without work. 64 rows of
+    more than 2560 outputs took as long in two parts as whole.
+
+    >>> [tuple(parts_tile(rows, 2048, 2))[:2] for rows in (32, 64, 128)], parts_tile(129, 2048, 2)
+    ([(16, 64), (32, 64), (64, 64)], None)
+    """
+    for tall in (16, 32, 64) if outputs <= 2560 else (16, 32):
+        programs = parts * -(-rows // tall) * -(-outputs // 64)
+        if programs <= limits.multiprocessors:
+            deep, stages = tile_depth(tall, 64, programs, 2, limits)
+            return Tile(tall, 64, deep, 4, stages)
+    return None
+
+
 def dependence(rows: int, numbers: int) -> tuple[bool, bool]:
     """(whether to launch dependently, whether to let the next kernel in early) for a weight of so many numbers; pure.
 
@@ -162,8 +179,11 @@ def launch_tiled_parts(
     """The products of so many parts of the inputs, one behind the other, whose sum is x @ w.T.
 
     A part is a number of whole tiles of inputs, the same for all; the last parts have what is left, which may be
-    nothing. The other arguments are those of `launch_tiled`, the tile that of the whole product.
+    nothing. The other arguments are those of `launch_tiled`; tile: another than `parts_tile` chooses (None: that of
+    the whole product, if there is none).
     """
+    if tile is None and x.element_size() == 2:
+        tile = parts_tile(x.shape[0], w.shape[0], parts, limits_of(x.device))
     return _launch(x, w, parts, False, tile, tma, pdl, early)
 
 

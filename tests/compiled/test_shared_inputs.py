@@ -10,6 +10,7 @@ from tracing import two_layers
 
 import fnllm
 import fnllm.layers
+from fnllm_kernels import decode_attention, kv_store
 
 pytestmark = pytest.mark.compiled
 ORACLE = EXAMPLES.parent / "tests" / "oracle"
@@ -51,5 +52,5 @@ def test_layers_share_what_a_step_works_out(monkeypatch):
 
 
 def test_ops_of_single_tokens_and_swapped_layers_share_too():
-    for op in (torch.ops.fnllm.decode_attention, torch.ops.fnllm.store_kv):
-        assert torch.Tag.flexible_layout in op.default.tags
+    for op in (decode_attention._decode_attention, kv_store._store_kv_op):
+        assert torch.Tag.flexible_layout in op._opoverload.tags

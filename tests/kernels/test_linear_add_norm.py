@@ -10,7 +10,6 @@ from fnllm_kernels import linear_add_norm
 from fnllm_kernels.linear_add_norm import PRODUCTS, cublas_halves, fastest_way, linear_add_rms_norm, way_of
 from fnllm_kernels.norm import add_rms_norm
 from fnllm_kernels.small_linear import small_linear
-from fnllm_kernels.tiled_linear import tile_of
 
 EPS = 1e-5
 
@@ -98,10 +97,18 @@ def test_cublas_halves_are_those_of_the_inputs():
         (17, 2048, 1024, "tiled halves"),
         (128, 3072, 1024, "tiled halves"),
         (129, 3072, 1024, "whole"),
-        (64, 2047, 1024, "whole"),
+        (64, 1023, 1024, "whole"),
         (64, 2056, 1000, "tiled halves"),
-        (64, 2048, 1025, "whole"),
-        (64, 2048, 4096, "whole"),
+        (16, 6144, 2047, "whole"),
+        (16, 6144, 2048, "tiled halves"),
+        (128, 6144, 2048, "tiled halves"),
+        (64, 9728, 2560, "tiled halves"),
+        (65, 9728, 2560, "whole"),  # 160 programs
+        (1, 4096, 4096, "whole"),
+        (2, 4096, 4096, "tiled halves"),
+        (32, 12288, 4096, "tiled halves"),
+        (33, 12288, 4096, "whole"),
+        (16, 5120, 5120, "whole"),
         (128, 12288, 4096, "whole"),  # tiles of our own
         (129, 12288, 4096, "cuBLAS halves"),
         (256, 12288, 4096, "cuBLAS halves"),
@@ -117,11 +124,6 @@ def test_cublas_halves_are_those_of_the_inputs():
 )
 def test_which_way_is_fastest(rows, inputs, outputs, way):
     assert fastest_way(rows, inputs, outputs) == way
-
-
-def test_tiled_halves_have_the_tiles_that_were_measured():
-    for rows in range(17, 129):
-        assert tile_of(rows, 1024) == (16 if rows <= 64 else 32, 64, 256, 4, 4)
 
 
 def test_on_a_cpu_whole():
@@ -150,7 +152,8 @@ def test_op_is_registered_right():
 @pytest.mark.parametrize(
     ("way", "rows", "inputs", "outputs"),
     [("tiled halves", rows, inputs, 1024) for rows in (17, 31, 64, 65, 128) for inputs in (2048, 2056, 3072)]
-    + [("tiled halves", 70, 2056, 1000)]
+    + [("tiled halves", 70, 2056, 1000), ("tiled halves", 96, 6144, 2048), ("tiled halves", 48, 9728, 2560)]
+    + [("tiled halves", rows, inputs, 4096) for rows in (2, 8, 16, 24, 32) for inputs in (4096, 12288)]
     + [("cuBLAS halves", rows, inputs, 4096) for rows in (129, 192, 256) for inputs in (4096, 12288)],
 )
 def test_on_a_gpu_in_halves(way, rows, inputs, outputs, monkeypatch):

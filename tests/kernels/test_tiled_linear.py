@@ -28,6 +28,7 @@ from fnllm_kernels.tiled_linear import (
     launch_tiled,
     launch_tiled_parts,
     limits_of,
+    parts_tile,
     tile_of,
 )
 
@@ -75,6 +76,34 @@ if not INTERPRETING:
                 assert held <= limits.shared, (rows, outputs, tile)
                 assert tile.stages >= 2 and min(tile.rows, tile.outputs) >= 16
                 assert tile.rows * tile.outputs * (1 + gated) <= 32768  # sums in registers
+
+    @pytest.mark.parametrize("limits", [H200, Limits(108, 166912), Limits(82, 101376)], ids=str)
+    def test_tiles_of_parts_all_run_at_once(limits):
+        found = {
+            (rows, outputs): parts_tile(rows, outputs, 2, limits)
+            for rows in (1, 16, 17, 33, 65, 96, 128, 129, 256)
+            for outputs in (16, 576, 896, 1024, 1536, 2048, 2560, 4096, 5120)
+        }
+        for (rows, outputs), tile in found.items():
+            if tile:
+                held = 2 * tile.inputs * tile.stages * (tile.rows + tile.outputs)
+                assert held <= limits.shared and tile.stages >= 2, (rows, outputs, tile)
+                assert 2 * -(-rows // tile.rows) * -(-outputs // tile.outputs) <= limits.multiprocessors
+        assert None in found.values() and len({tile.rows for tile in found.values() if tile}) == 3
+
+    def test_tiles_of_halves_are_those_that_were_fastest():
+        """Rows of tiles by rows of the product, for the widths of models; None: whole products were as fast."""
+        fastest = {
+            896: {24: 16, 64: 16, 96: 32, 128: 32},
+            1024: {24: 16, 64: 16, 96: 32, 128: 32},
+            1536: {24: 16, 32: 16, 48: 32, 64: 32, 96: 64, 128: 64},
+            2048: {2: 16, 16: 16, 48: 32, 64: 32, 96: 64, 128: 64},
+            2560: {2: 16, 16: 16, 24: 32, 32: 32, 48: 64, 64: 64, 96: None, 128: None},
+            4096: {2: 16, 16: 16, 24: 32, 32: 32, 64: None, 96: None},
+        }
+        for outputs, of_rows in fastest.items():
+            tiles = {rows: parts_tile(rows, outputs, 2) for rows in of_rows}
+            assert {rows: tile and tile.rows for rows, tile in tiles.items()} == of_rows, outputs
 
     @pytest.mark.parametrize(
         "rows, numbers, launch",
@@ -150,8 +179,8 @@ if not INTERPRETING:
     @pytest.mark.parametrize("inputs, outputs", [(2048, 1024), (3072, 1024), (2056, 1000), (264, 72)])
     def test_parts_on_a_gpu(inputs, outputs, rows, unwritten_is_nan):
         x, w = product_case(rows, inputs, outputs, torch.bfloat16, "cuda")
-        tile = tile_of(rows, outputs, limits=limits_of(x.device))
         for parts in (1, 2, 3):
+            tile = parts_tile(rows, outputs, parts, limits_of(x.device))
             found = launch_tiled_parts(x, w, parts)
             check_parts(found, x, w, tile.inputs, 3e-5)  # tensor cores do not round sums to the nearest float32
             assert torch.equal(launch_tiled_parts(x, w, parts, tma=False, pdl=False), found)
@@ -216,12 +245,13 @@ else:
 
     @pytest.mark.parametrize("rows, inputs, outputs", SHAPES[:3])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    def test_parts_by_the_tile_of_the_product(rows, inputs, outputs, dtype, unwritten_is_nan):
+    def test_parts_by_the_tile_that_is_chosen(rows, inputs, outputs, dtype, unwritten_is_nan):
         x, w = product_case(rows, inputs, outputs, dtype, "cpu")
-        tile = tile_of(rows, outputs, itemsize=dtype.itemsize)
+        in_parts = parts_tile(rows, outputs, 2) if dtype == torch.bfloat16 else None
+        tile = in_parts or tile_of(rows, outputs, itemsize=dtype.itemsize)
         check_parts(launch_tiled_parts(x, w, 2), x, w, tile.inputs)
-        one = launch_tiled_parts(x, w, 1)
-        assert torch.equal(one[0].to(dtype), launch_tiled(x, w))
+        one = launch_tiled_parts(x, w, 1, tile=tile)
+        assert torch.equal(one[0].to(dtype), launch_tiled(x, w, tile=tile))
 
     def test_halves_whose_sum_is_normed(monkeypatch, unwritten_is_nan):
         (x, w), residual = product_case(20, 300, 40, torch.bfloat16, "cpu"), torch.randn(20, 40).bfloat16()
