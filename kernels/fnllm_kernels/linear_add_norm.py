@@ -44,7 +44,7 @@ def fastest_way(rows: int, inputs: int, outputs: int) -> Way:
     - Halves by tiles, `o` and `down` in a layer (benchmarks/results/trials.json): of the 0.6B shape 36.3 us in place of
       38.6 at 24 rows, 63.7 in place of 65.1 at 128, and as long as before at 16 and from 160 on; of the 1.7B and 4B
       shapes 47.8 and 71.3 in place of 52.9 and 77.1 at 8 rows; of 8B 112.1 in place of 115.4 at 8 and 124.5 in place of
-      127.0 at 32. Three or four parts are not better, and cuBLAS's halves slower than the whole.
+      127.0 at 32. Three or four parts gain 1 us more at best, and cuBLAS's halves are slower than the whole.
     - cuBLAS's halves, measured for 4096 outputs under the power limit (benchmarks/results/trials.json): with 12288
       inputs 2 to 7 us less of 38 to 52, with 4096 up to 5 us less of 16 to 23, but nothing at 129 and from 240 rows on.
       128 by 128 tiles of fewer than 3072 outputs would need more than two parts to fill 132 multiprocessors.
