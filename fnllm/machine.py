@@ -39,6 +39,18 @@ from fnllm_kernels.kv_store import copy_blocks
 from fnllm_weights import ModelConfig, Params, ParamTree, local_sizes
 
 
+class Unbuilt:
+    """Stands in a workspace where a machine is to come; whoever holds its lock builds that."""
+
+    clock = None  # no steps, and nothing to run them
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __reduce__(self) -> tuple:
+        return Unbuilt, ()
+
+
 class Machine:
     """Fixed-address tensors and the steps compiled around them, shared by all engines on the same parameters."""
 
@@ -65,8 +77,8 @@ class Machine:
         self.lock = threading.RLock()  # held by the thread whose step, or whose whole call, is running
 
     def __reduce__(self) -> tuple:
-        """A copy of params, or a pickle, holds None in a machine's place: it builds its own when it first needs one."""
-        return type(None), ()
+        """A copy of params, or a pickle, has nothing built in a machine's place: it builds its own when needed."""
+        return Unbuilt, ()
 
     @property
     def runners(self) -> dict[StepSpec, StepRunner]:
