@@ -109,6 +109,7 @@ class Engine:
             self.params.config.vocab_size,
             self.machine.name,
             longest_shared(self.params.config),
+            self.params.config.rope.rope_type == "dynamic",
         )
 
     def request(
