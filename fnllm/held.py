@@ -1,5 +1,6 @@
 """Which tensors computed what is cached, and whether they changed: parameters, and what functions hold beside them."""
 
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -10,6 +11,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 LARGEST = 4096  # a container with more entries is data, not weights
+OF_EVERY_MODULE = frozenset(torch.nn.Module().__dict__)
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
 class Seen(NamedTuple):
@@ -98,8 +101,9 @@ def same_tensors(tree: Any, kept: Any) -> bool:
 def held_tensors(functions: Iterable[Any]) -> list[Tensor]:
     """Every tensor that some functions read beside their arguments, each once.
 
-    Looked through are modules, containers, attributes of callable objects, and functions of the same file that a
-    function calls by name; not what functions of other files hold, nor a container of more than `LARGEST` entries.
+    Looked through are modules, containers, dataclasses, namespaces, attributes of callable objects, and functions of
+    the same file that a function calls by name; not what functions of other files and other objects hold, nor a
+    container of more than `LARGEST` entries.
     """
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
@@ -118,10 +122,16 @@ def held_tensors(functions: Iterable[Any]) -> list[Tensor]:
 
 def parts(x: Any) -> Iterator[Any]:
     """What a function or container holds that may hold tensors."""
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        yield from (getattr(x, one.name, None) for one in dataclasses.fields(x))
     if isinstance(x, torch.nn.Module):
-        yield from x.parameters()
-        yield from x.buffers()
+        for module in x.modules():
+            yield from module._parameters.values()
+            yield from module._buffers.values()
+            yield from (part for name, part in module.__dict__.items() if name not in OF_EVERY_MODULE)
         yield type(x).forward
+    elif isinstance(x, types.SimpleNamespace):
+        yield x.__dict__
     elif isinstance(x, (dict, list, tuple)):
         if len(x) <= LARGEST:
             yield from x.values() if isinstance(x, dict) else x
@@ -136,7 +146,7 @@ def parts(x: Any) -> Iterator[Any]:
         for name in names_in(x.__code__):
             y = x.__globals__.get(name)
             of_this_file = isinstance(y, types.FunctionType) and y.__globals__ is x.__globals__
-            if of_this_file or isinstance(y, (Tensor, torch.nn.Module, dict, list, tuple)):
+            if of_this_file or not (y is None or isinstance(y, (type, types.ModuleType, *FUNCTIONS))):
                 yield y
     elif callable(x) and not isinstance(x, type):
         yield from (getattr(x, "__dict__", {}), type(x).__call__)

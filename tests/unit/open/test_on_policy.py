@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import pytest
 import torch
@@ -155,10 +156,38 @@ class NamingModule(torch.nn.Module):
         return ADAPTER(p, x, ctx)
 
 
+class Hiding(torch.nn.Module):
+    """A module that keeps another where PyTorch does not look for parameters, in a module of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Identity()
+        self.inner.others = [ADAPTER]
+
+    def forward(self, p, x, ctx):
+        return self.inner.others[0](p, x, ctx)
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    adapter: Adapter
+
+
+HOLDER, NAMESPACE = Holder([ADAPTER]), types.SimpleNamespace(adapter=ADAPTER)
+
+
+def by_closure(held):
+    return lambda p, x, ctx: held.adapter(p, x, ctx)
+
+
 @pytest.mark.parametrize(
     "mlp",
     [
         ADAPTER,
+        Hiding(),
+        lambda p, x, ctx: HOLDER(p, x, ctx),
+        lambda p, x, ctx: NAMESPACE.adapter(p, x, ctx),
+        by_closure(Record(ADAPTER)),
         by_name,
         by_inner_name,
         Naming(),
@@ -171,6 +200,10 @@ class NamingModule(torch.nn.Module):
     ],
     ids=[
         "a module",
+        "a module's own attribute",
+        "a global object",
+        "a global namespace",
+        "a dataclass",
         "a global",
         "a comprehension",
         "an object's global",
