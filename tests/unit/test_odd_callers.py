@@ -49,6 +49,7 @@ WRONG = {
     "capture": (lambda: generate(capture=3), TypeError, "capture must be sites.*found 3"),
     "sites": (lambda: Capture(3), TypeError, "sites must be a name or several.*found 3"),
     "positions": (lambda: Capture(SITE, 1.5), TypeError, "positions must be one of.*found 1.5"),
+    "a mask": (lambda: Capture(SITE, torch.tensor([True, False])), TypeError, "positions must be one of.*or integers"),
     "a bool position": (lambda: Capture(SITE, [True]), TypeError, "positions must be one of"),
     "direction": (lambda: fnllm.ablate(SITE, torch.zeros(24)), ValueError, "direction has the length 0.0"),
     "narrow": (
