@@ -23,6 +23,7 @@ from fnllm.jobs import Job, Variant, looks_back
 from fnllm.layers import Layers
 from fnllm.numerics import exchanges_for, layers_for
 from fnllm.options import Settings, blocks_for_load
+from fnllm.parameters import check_model
 from fnllm.rope import make_rope
 from fnllm.row_features import RowFeatures
 from fnllm.rows import empty_choices, empty_rows, send, write_choices, write_joins, write_tables
@@ -139,8 +140,10 @@ class Machine:
 
         Tensors that the variant's functions hold are weights like those of `params`. Reads none of them. Graphs that
         hold the address of a tensor whose place such a function, or the tree, has given to another are dropped.
+        Raises ValueError for a tree that was changed to what the layers do not read.
         """
         if not same_tensors(params.tree, self.tree_seen):
+            check_model(params, variant.layers)
             self.tree_seen = in_own_containers(params.tree)
         version, moved = self.versions.of(None, list(tensors_of(params.tree)))
         if moved:

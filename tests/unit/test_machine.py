@@ -118,6 +118,25 @@ def test_a_graph_goes_before_the_step_that_would_read_a_replaced_parameter(unche
     assert not runner.graphs
 
 
+@pytest.mark.parametrize("new_sequence", [False, True])
+def test_a_parameter_replaced_by_what_the_layers_do_not_read_is_refused_by_the_step(new_sequence):
+    """One of another width may go through, and compute something; the state before it goes on with the right one."""
+    mine = copy.deepcopy(tiny(0).tree)
+    engine, state, seq_id = begun(tiny(0)._replace(tree=mine, workspace={}))
+    if new_sequence:
+        state, _ = fnllm.add(state, engine.request(PROMPT, SHORT))
+    weight = mine["layers"][1]["post_norm"]
+    mine["layers"][1]["post_norm"] = weight[:1]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"params.layers\[1\].post_norm: expected Float\[H\]"):
+            engine.step(state)
+    mine["layers"][1]["post_norm"] = weight
+    state, step = engine.step(state)
+    while step is not None:
+        state, step = engine.step(state)
+    assert fnllm.tokens(state, seq_id)[len(PROMPT) :] == generate(tiny(0)).token_ids
+
+
 def test_a_parameter_replaced_between_preparing_and_the_first_step_is_noticed(unchecked):
     mine = copy.deepcopy(tiny(0).tree)
     params = tiny(0)._replace(tree=mine, workspace={})
