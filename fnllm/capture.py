@@ -44,8 +44,8 @@ class Capture:
         several = isinstance(self.positions, Iterable) and getattr(self.positions, "ndim", 1) > 0  # an argmax is one
         many = tuple(self.positions) if several else (self.positions,)
         try:
-            if any(isinstance(p, bool) for p in many):
-                raise TypeError  # True would count as 1
+            if any(isinstance(p, bool) or getattr(p, "dtype", None) == torch.bool for p in many):
+                raise TypeError  # True would count as 1, and a mask as positions 0 and 1
             numbers = tuple(operator.index(p) for p in many)
         except TypeError:
             raise TypeError(

@@ -26,7 +26,7 @@ class Context(NamedTuple):
     cache: KVCache | None  # None: score without a cache, every sequence whole
     backend: str  # of paged attention
     max_context: int  # no sequence of the batch has more keys; 0: as many as the block tables hold
-    # of the attention backend, by sliding window, made once a step
+    # of the attention backend, by sliding window, made once a step for `max_context`: attention takes both or neither
     metadata: dict[int, Tensor | ReferencePlan | None] | None
     taps: Taps
     layer: int = -1  # index of the decoder layer; -1 outside

@@ -157,7 +157,7 @@ def agree(params: Params, seed: int | None, **inputs: Any) -> int:
     if params.shard.size == 1:
         return drawn
     # What the ranks did before shows in what they find in their caches.
-    steps = [machine.clock for machine in (params.workspace or {}).values() if machine is not None]
+    steps = [place.clock for place in (params.workspace or {}).values() if place.clock is not None]
     checked: Mapping[str, Any] = {**inputs, "seed": seed, "earlier calls": steps}
     rows = exchange_numbers(
         world(params.shard), params.tree["norm"].device, [*map(fingerprint, checked.values()), drawn]

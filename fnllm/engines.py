@@ -109,6 +109,7 @@ class Engine:
             self.params.config.vocab_size,
             self.machine.name,
             longest_shared(self.params.config),
+            self.params.config.rope.rope_type == "dynamic",
         )
 
     def request(
@@ -337,9 +338,9 @@ def weights_changed(of: Params | Engine) -> None:
             "these params keep no engines (their workspace is None), so a prefix that one of them cached cannot be "
             "dropped: give weights_changed the engine, or make the params with workspace={}"
         )
-    for machine in of.workspace.values():
-        if machine is not None:
-            machine.weights_changed()
+    for place in list(of.workspace.values()):  # threads may add some meanwhile
+        if isinstance(place, Machine):
+            place.weights_changed()
 
 
 def quiet(line: str) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +18,12 @@ from fnllm.cache import allocate, block_bytes, blocks_that_fit, host_memory, zer
 from fnllm.compiled import Report, Resident, StepRunner, graphs_traced
 from fnllm.distributed import least
 from fnllm.edits import Channel
-from fnllm.held import Versions, held_tensors, tensors_of
+from fnllm.held import Versions, held_tensors, in_own_containers, same_tensors, tensors_of
 from fnllm.jobs import Job, Variant, looks_back
 from fnllm.layers import Layers
 from fnllm.numerics import exchanges_for, layers_for
 from fnllm.options import Settings, blocks_for_load
+from fnllm.parameters import check_model
 from fnllm.rope import make_rope
 from fnllm.row_features import RowFeatures
 from fnllm.rows import empty_choices, empty_rows, send, write_choices, write_joins, write_tables
@@ -37,6 +39,18 @@ from fnllm.writes import Writes
 from fnllm_kernels.attention import default_backend
 from fnllm_kernels.kv_store import copy_blocks
 from fnllm_weights import ModelConfig, Params, ParamTree, local_sizes
+
+
+class Unbuilt:
+    """Stands in a workspace where a machine is to come; whoever holds its lock builds that."""
+
+    clock = None  # no steps, and nothing to run them
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __reduce__(self) -> tuple:
+        return Unbuilt, ()
 
 
 class Machine:
@@ -57,6 +71,7 @@ class Machine:
         self.features = RowFeatures(settings.max_num_seqs)
         self.writes = Writes(self.num_blocks, size, settings.max_num_seqs, max_blocks)
         self.versions = Versions()  # of the weights (None), and of what variants' functions hold
+        self.tree_seen: Any = None  # the weights at the last look, to see at each step whether one was replaced
         self.watch = watch(tp, self.device)
         self.report: Report | None = None  # of those who build without saying whom to tell
         self.idle: State | None = None  # where the last `generate` ended, with its prefix cache
@@ -65,8 +80,8 @@ class Machine:
         self.lock = threading.RLock()  # held by the thread whose step, or whose whole call, is running
 
     def __reduce__(self) -> tuple:
-        """A copy of params, or a pickle, holds None in a machine's place: it builds its own when it first needs one."""
-        return type(None), ()
+        """A copy of params, or a pickle, has nothing built in a machine's place: it builds its own when needed."""
+        return Unbuilt, ()
 
     @property
     def runners(self) -> dict[StepSpec, StepRunner]:
@@ -125,7 +140,11 @@ class Machine:
 
         Tensors that the variant's functions hold are weights like those of `params`. Reads none of them. Graphs that
         hold the address of a tensor whose place such a function, or the tree, has given to another are dropped.
+        Raises ValueError for a tree that was changed to what the layers do not read.
         """
+        if not same_tensors(params.tree, self.tree_seen):
+            check_model(params, variant.layers)
+            self.tree_seen = in_own_containers(params.tree)
         version, moved = self.versions.of(None, list(tensors_of(params.tree)))
         if moved:
             for runner in self.runners.values():
@@ -138,6 +157,15 @@ class Machine:
         if moved:
             self.drop_graphs(variant)
         return max(version, own_version)
+
+    def notice_replaced(self, params: Params, variant: Variant) -> None:
+        """Look at the weights if others lie in the tree than at the last look, before a step that may not ask.
+
+        Else a graph would go on with those that it was captured with, and what sequences fill with others that lie
+        there for a while only would be found under the version of those before and after.
+        """
+        if not same_tensors(params.tree, self.tree_seen):
+            self.version_of(params, variant)
 
     def weights_changed(self) -> None:
         """Count the weights, and what functions hold, as changed: they were written in a way that PyTorch misses."""
@@ -177,6 +205,7 @@ class Machine:
 
         The output lies in buffers that the next step writes over.
         """
+        self.notice_replaced(params, variant)
         self.writes.follow(plan)
         self.apply(plan, job_of, variant.edits)
         inputs, as_graph = padded(plan, self.settings, self.device.type == "cuda")
@@ -313,6 +342,7 @@ class Machine:
         Those of short contexts, for a batch whose sampler does what `features` says. Without graphs there is nothing
         to prepare.
         """
+        self.version_of(params, variant)  # so that it is noticed if they lie elsewhere when the graphs are used
         if not self.settings.captured:
             return
         runner, scratch = self.runner(variant, rounded(features), params.tree), self.settings.max_num_seqs

@@ -8,11 +8,13 @@ from typing import Any
 from fnllm.numerics import BACKEND, check_numerics
 from fnllm.rope import context_limit
 from fnllm.sampling import check_flag, check_number, named_options
+from fnllm_kernels.attention import BACKENDS
 from fnllm_weights import ModelConfig
 
 SIZES = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "max_chunk")
 # eager; eager in CUDA graphs (no compile time); compiled; compiled in CUDA graphs
 COMPILE_MODES = ("none", "graphs", "inductor", "reduce-overhead")
+BACKENDS_ON_CPU = ("reference", BACKEND)
 TRACED_MODES, CAPTURED_MODES = ("inductor", "reduce-overhead"), ("graphs", "reduce-overhead")
 
 
@@ -46,6 +48,8 @@ class EngineOptions:
             object.__setattr__(self, "utilization", share)
         if self.compile is not None and self.compile not in COMPILE_MODES:
             raise ValueError(f"compile must be one of {', '.join(COMPILE_MODES)}, found {self.compile!r}")
+        if self.attention is not None and self.attention not in BACKENDS:
+            raise ValueError(f"attention must be one of {', '.join(BACKENDS)}, found {self.attention!r}")
         check_numerics(self.numerics)
         if self.numerics == "batch_invariant" and self.compile in TRACED_MODES:
             raise ValueError(
@@ -100,7 +104,8 @@ def positive(name: str, value: Any) -> int:
 def resolve(options: EngineOptions, config: ModelConfig, on_gpu: bool) -> Settings:
     """What the options mean for this model on this kind of device.
 
-    Raises ValueError for a `max_model_len` beyond the positions that the model was made for, and for graphs on a CPU.
+    Raises ValueError for a `max_model_len` beyond the positions that the model was made for, and for what a CPU cannot
+    run.
     """
     limit = context_limit(config)
     if limit is not None and (options.max_model_len or 0) > limit:
@@ -112,6 +117,11 @@ def resolve(options: EngineOptions, config: ModelConfig, on_gpu: bool) -> Settin
     if options.compile in CAPTURED_MODES and not on_gpu:
         raise ValueError(
             f"compile={options.compile!r} replays CUDA graphs and the parameters are on a CPU; use 'inductor' or 'none'"
+        )
+    if options.attention not in (None, *BACKENDS_ON_CPU) and not on_gpu:
+        raise ValueError(
+            f"attention={options.attention!r} runs on a GPU and the parameters are on a CPU; use 'reference', or None, "
+            "which chooses it there"
         )
     invariant = options.numerics == "batch_invariant"
     fastest = "none" if not on_gpu else "graphs" if invariant else "reduce-overhead"

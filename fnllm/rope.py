@@ -83,6 +83,14 @@ def longest_shared(config: ModelConfig) -> int | None:
     return config.rope.original_max_position_embeddings if config.rope.rope_type == "longrope" else None
 
 
+def turned_otherwise(shorter: int, longer: int, shared: int | None, by_length: bool) -> bool:
+    """Whether a key has other angles in prompts of these two lengths; see `longest_shared`.
+
+    by_length: each length beyond `shared` has angles of its own, as with dynamic scaling; longrope has one other set.
+    """
+    return shared is not None and shorter < longer and shared < longer and (by_length or shorter <= shared)
+
+
 def rope_tables(
     rope: Rope, positions: Int[Tensor, " T"], lengths: Int[Tensor, " T"]
 ) -> tuple[Float32[Tensor, "T half_D"], Float32[Tensor, "T half_D"]]:

@@ -7,6 +7,7 @@ from typing import Any, SupportsIndex
 from fnllm import scheduler
 from fnllm.capture import needs_whole_prompt
 from fnllm.prompts import check_ids
+from fnllm.rope import turned_otherwise
 from fnllm.sampler import child_seed
 from fnllm.sampling import check_seed
 from fnllm.scheduler import Request, SchedulerState
@@ -25,6 +26,7 @@ class State:
     vocab_size: int | None = None  # tokens that are appended must be below it
     machine: str = ""  # whose cache that is
     longest_shared: int | None = None  # a longer prompt shares no keys with others; None: any may
+    by_length: bool = False  # beyond that, each length turns keys by angles of its own
 
     def __repr__(self) -> str:
         now = scheduler.metrics(self.scheduler)
@@ -65,7 +67,9 @@ def fork(state: State, seq_id: int, *, seed: SupportsIndex | None = None) -> tup
 def append(state: State, seq_id: int, tokens: Sequence[int] = (), *, max_tokens: int | None = None) -> State:
     """Put tokens behind a sequence and let it go on, for `max_tokens` more (None: as its request says).
 
-    Raises ValueError for ids outside the vocabulary, and for more tokens than can ever run.
+    It goes on as a prompt of all its tokens would. Where a rope scaling turns the keys of a prompt of that length by
+    other angles than those that it has, they are computed again. Raises ValueError for ids outside the vocabulary, and
+    for more tokens than can ever run.
     """
     check_state(state)
     if not isinstance(tokens, Iterable):
@@ -74,6 +78,7 @@ def append(state: State, seq_id: int, tokens: Sequence[int] = (), *, max_tokens:
     if tokens and state.vocab_size is not None:
         tokens = check_ids("tokens", tokens, state.vocab_size)
     planned = scheduler.append(state.scheduler, seq_id, tokens, max_tokens)
+    planned = with_own_angles(state, planned, seq_id)
     sequence = planned.sequences[seq_id]
     captured = needs_whole_prompt(sequence.request.payload.capture, sequence.prompt_len)
     if captured or not may_share(sequence.prompt_len, state.longest_shared):
@@ -89,9 +94,21 @@ def may_share(prompt_length: int, longest: int | None) -> bool:
 
 
 def truncate(state: State, seq_id: int, length: int) -> State:
-    """Cut a sequence back to its first `length` tokens."""
+    """Cut a sequence back to its first `length` tokens; a prompt cut short may be computed again, see `append`."""
     check_state(state)
-    return replace(state, scheduler=scheduler.truncate(state.scheduler, seq_id, length))
+    planned = scheduler.truncate(state.scheduler, seq_id, length)
+    return replace(state, scheduler=with_own_angles(state, planned, seq_id))
+
+
+def with_own_angles(state: State, changed: SchedulerState, seq_id: int) -> SchedulerState:
+    """The changed state, in which a sequence has lost its keys if a prompt as long as its own now has others.
+
+    Those it would get if it were preempted, and its tokens do not depend on that.
+    """
+    before, after = (one.sequences[seq_id].prompt_len for one in (state.scheduler, changed))
+    if turned_otherwise(min(before, after), max(before, after), state.longest_shared, state.by_length):
+        return scheduler.preempt(changed, seq_id)
+    return changed
 
 
 def finish(state: State, seq_id: int, reason: str) -> State:

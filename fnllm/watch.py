@@ -16,23 +16,23 @@ from fnllm.tensor_parallel import TensorParallel
 
 
 class Watch:
-    """A context in which to wait; a wait longer than `seconds` ends this rank, and with it the others."""
+    """A context in which to wait; one thread's wait longer than `seconds` ends this rank, and with it the others."""
 
     def __init__(self, seconds: float, rank: int):
         self.seconds, self.rank = seconds, rank
-        self.since: float | None = None
+        self.since: dict[int, float] = {}  # when each thread that waits began to
         threading.Thread(target=self._look, daemon=True).start()
 
     def __enter__(self) -> None:
-        self.since = time.monotonic()
+        self.since[threading.get_ident()] = time.monotonic()
 
     def __exit__(self, *error: object) -> None:
-        self.since = None
+        del self.since[threading.get_ident()]
 
     def _look(self) -> None:
         while True:
             time.sleep(min(1.0, self.seconds / 10))
-            since = self.since
+            since = min(self.since.copy().values(), default=None)  # copied at once: threads come and go
             if since is not None and time.monotonic() - since > self.seconds:
                 sys.stderr.write(
                     f"fnllm: rank {self.rank} has waited {self.seconds:g} s for a step: another rank hangs or is gone "

@@ -1,14 +1,10 @@
 """The machines of some parameters, in their `workspace`: found again, or built at first use (effect)."""
 
-import contextlib
-import threading
-from collections.abc import Hashable, Iterator
-
 from fnllm.ambient import set_aside
 from fnllm.capture import Capture, expand
 from fnllm.distributed import world
 from fnllm.jobs import Variant
-from fnllm.machine import Machine
+from fnllm.machine import Machine, Unbuilt
 from fnllm.options import EngineOptions, resolve
 from fnllm.tensor_parallel import TensorParallel
 from fnllm_weights import Params
@@ -28,26 +24,11 @@ def machine_for(
     weight = params.tree["norm"]
     num_ids = None if params.tokenizer is None else params.tokenizer.num_ids
     key = (wanted, tp, params.config, params.shard, weight.dtype, weight.device, num_ids)
-    with alone_with((id(workspace), key)):
-        if workspace.get(key) is None:
-            resolved = resolve(wanted, params.config, weight.device.type == "cuda")
-            with set_aside(weight.device):
-                workspace[key] = Machine(params, resolved, tp)
-        return workspace[key]
-
-
-CHANGED, BUILDING = threading.Condition(), set()  # which machines the threads of this process build just now
-
-
-@contextlib.contextmanager
-def alone_with(machine: Hashable) -> Iterator[None]:
-    """Within it no other thread builds, or asks for, the same machine: the memory is there for one."""
-    with CHANGED:
-        CHANGED.wait_for(lambda: machine not in BUILDING)
-        BUILDING.add(machine)
-    try:
-        yield
-    finally:
-        with CHANGED:
-            BUILDING.remove(machine)
-            CHANGED.notify_all()
+    place = workspace.setdefault(key, Unbuilt())  # one and the same for all threads that come before the machine
+    if isinstance(place, Unbuilt):
+        with place.lock:  # the memory is there for one machine
+            if workspace[key] is place:
+                resolved = resolve(wanted, params.config, weight.device.type == "cuda")
+                with set_aside(weight.device):
+                    workspace[key] = Machine(params, resolved, tp)
+    return workspace[key]

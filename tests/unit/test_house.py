@@ -1,7 +1,9 @@
 """House rules that a program can check: who imports whom, what importing needs, file sizes, docstrings, the wheel."""
 
 import ast
+import importlib
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -101,6 +103,17 @@ def test_scheduler_imports_no_torch():
 def test_nothing_postpones_annotations():
     """Postponed annotations are strings, in which shapes are not checked."""
     assert not [path.name for path in SOURCES if any(module == "__future__" for module, _ in imports(path))]
+
+
+def test_no_module_keeps_what_threads_would_share():
+    """Locks and collections that change lie in values that callers hand over, such as a params' workspace."""
+    shared = []
+    for info in pkgutil.walk_packages(fnllm.__path__, "fnllm."):
+        for name, value in vars(importlib.import_module(info.name)).items():
+            kind = type(value)
+            if not name.startswith("__") and (kind in (set, list) or kind.__module__ in ("threading", "_thread")):
+                shared.append(f"{info.name}.{name}")
+    assert not shared
 
 
 def run(code: str, **environment: str) -> str:

@@ -17,6 +17,8 @@ import fnllm.machine
 from fnllm.batch import StepInputs
 from fnllm.buckets import HostInputs
 from fnllm.compiled import Recorded, addresses
+from fnllm.held import in_own_containers, same_tensors
+from fnllm.sampler import SamplerFeatures
 
 SMALL = {"max_model_len": 40, "max_num_seqs": 4, "block_size": 4, "num_blocks": 30}
 PROMPT = [3, 1, 2, 4]
@@ -93,6 +95,76 @@ def test_graphs_go_with_parameters_that_move_within_their_tree(move, unchecked):
     move(mine)
     generate(params)
     assert [*runner.graphs] == ["others"]
+
+
+def begun(params, **options):
+    """An engine whose one sequence has run a step, with that state."""
+    engine = fnllm.engine(params, **SMALL, **options)
+    state, seq_id = fnllm.add(engine.init(), engine.request(PROMPT, SHORT))
+    return engine, engine.step(state)[0], seq_id
+
+
+def test_a_graph_goes_before_the_step_that_would_read_a_replaced_parameter(unchecked):
+    """No new sequence has to come; the step that follows runs as on a tree that had the tensor all along."""
+    mine = copy.deepcopy(tiny(0).tree)
+    params = tiny(0)._replace(tree=mine, workspace={})
+    engine, state, _ = begun(params)
+    (runner,) = engine.machine.runners.values()
+    runner.graphs["a bucket"] = Recorded(None, None, None, None, mine, addresses(mine))
+    state, _ = engine.step(state)
+    assert runner.graphs
+    give_tensor(mine)
+    state, _ = engine.step(state)
+    assert not runner.graphs
+
+
+@pytest.mark.parametrize("new_sequence", [False, True])
+def test_a_parameter_replaced_by_what_the_layers_do_not_read_is_refused_by_the_step(new_sequence):
+    """One of another width may go through, and compute something; the state before it goes on with the right one."""
+    mine = copy.deepcopy(tiny(0).tree)
+    engine, state, seq_id = begun(tiny(0)._replace(tree=mine, workspace={}))
+    if new_sequence:
+        state, _ = fnllm.add(state, engine.request(PROMPT, SHORT))
+    weight = mine["layers"][1]["post_norm"]
+    mine["layers"][1]["post_norm"] = weight[:1]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"params.layers\[1\].post_norm: expected Float\[H\]"):
+            engine.step(state)
+    mine["layers"][1]["post_norm"] = weight
+    state, step = engine.step(state)
+    while step is not None:
+        state, step = engine.step(state)
+    assert fnllm.tokens(state, seq_id)[len(PROMPT) :] == generate(tiny(0)).token_ids
+
+
+def test_a_parameter_replaced_between_preparing_and_the_first_step_is_noticed(unchecked):
+    mine = copy.deepcopy(tiny(0).tree)
+    params = tiny(0)._replace(tree=mine, workspace={})
+    engine = fnllm.engine(params, **SMALL)
+    engine.prepare(SHORT)
+    runner = engine.machine.runner(engine.variant, SamplerFeatures(), mine)
+    runner.graphs["a bucket"] = Recorded(None, None, None, None, mine, addresses(mine))
+    give_tensor(mine)
+    generate(params)
+    assert not runner.graphs
+
+
+def test_a_tensor_is_the_same_only_if_it_is_that_very_one():
+    def equal():
+        return {"a": [torch.ones(1), (torch.ones(3, 2), torch.zeros(()))], "b": torch.ones(2)}
+
+    tree = equal()
+    kept = in_own_containers(tree)
+    assert same_tensors(tree, kept) and not same_tensors(equal(), kept) and not same_tensors(tree, None)
+    for container, key in ((tree, "b"), (tree["a"], 0)):
+        usual = container[key]
+        for other in (usual.clone(), (usual,), torch.ones(7), usual.to("meta")):
+            container[key] = other
+            assert not same_tensors(tree, kept)
+        container[key] = usual
+        assert same_tensors(tree, kept)
+    tree["c"] = tree["b"]
+    assert not same_tensors(tree, kept)
 
 
 def test_a_cache_goes_with_its_params_and_waits_for_no_collection():

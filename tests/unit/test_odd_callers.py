@@ -49,6 +49,7 @@ WRONG = {
     "capture": (lambda: generate(capture=3), TypeError, "capture must be sites.*found 3"),
     "sites": (lambda: Capture(3), TypeError, "sites must be a name or several.*found 3"),
     "positions": (lambda: Capture(SITE, 1.5), TypeError, "positions must be one of.*found 1.5"),
+    "a mask": (lambda: Capture(SITE, torch.tensor([True, False])), TypeError, "positions must be one of.*or integers"),
     "a bool position": (lambda: Capture(SITE, [True]), TypeError, "positions must be one of"),
     "direction": (lambda: fnllm.ablate(SITE, torch.zeros(24)), ValueError, "direction has the length 0.0"),
     "narrow": (
@@ -84,6 +85,12 @@ WRONG = {
     "a share in words": (lambda: engine(utilization="0.5"), TypeError, "utilization must be .* found str '0.5'"),
     "all of it": (lambda: engine(utilization=True), TypeError, "utilization must be a finite .* found bool True"),
     "graphs": (lambda: engine(compile="graphs"), ValueError, "compile='graphs' replays CUDA graphs.*use 'inductor'"),
+    "a backend of GPUs": (
+        lambda: engine(attention="fa3"), ValueError,
+        "attention='fa3' runs on a GPU and the parameters are on a CPU; use 'reference'",
+    ),
+    "another backend of GPUs": (lambda: generate(attention="triton"), ValueError, "attention='triton' runs on a GPU"),
+    "no backend": (lambda: engine(attention="fa4"), ValueError, "attention must be one of reference, .*, found 'fa4'"),
     "no request": (lambda: fnllm.add(engine().init(), IDS), TypeError, "request must be what engine.request returns"),
     "a pair": (lambda: engine().step(add(engine())), TypeError, "state must be a fnllm.State, found tuple: it"),
     "device": (lambda: fnllm.load(device="gpu"), ValueError, "device='gpu' is not known; use 'cpu', 'cuda'"),

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -106,8 +107,8 @@ def test_sequences_of_one_batch_each_have_their_own_length(name):
         torch.testing.assert_close(together[side], torch.cat([a[side] for a in alone]), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["dynamic", "longrope"])
-def test_a_prompts_text_does_not_depend_on_shorter_and_longer_ones_that_begin_alike(name):
+def toy(name):
+    """A model whose keys have other angles beyond 16 tokens, and its random weights."""
     sizes = {"vocab_size": 41, "hidden_size": 32, "num_attention_heads": 4}
     sizes["max_position_embeddings"] = 16 if name == "dynamic" else 64
     scaling = {**SCALINGS[name], "original_max_position_embeddings": 16, "factor": 4.0}
@@ -117,6 +118,12 @@ def test_a_prompts_text_does_not_depend_on_shorter_and_longer_ones_that_begin_al
     tree = init(config, seed=3, dtype="float32")
     for path, leaf in walk(tree):
         leaf.mul_(1 if "norm" in str(path[-1]) else 12)
+    return config, tree
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_a_prompts_text_does_not_depend_on_shorter_and_longer_ones_that_begin_alike(name):
+    config, tree = toy(name)
     long = [(7 * i + 3) % 41 for i in range(32)]
     settings = fnllm.Sampling(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 
@@ -138,6 +145,74 @@ def test_a_prompts_text_does_not_depend_on_shorter_and_longer_ones_that_begin_al
     while step is not None:
         state, step = worker.step(state)
     assert fnllm.tokens(state, grown)[32:] == alone[0]
+
+
+MOVES = {
+    "append past it": (12, 2, lambda s, i: fnllm.append(s, i, range(20), max_tokens=4)),
+    "append beyond it": (20, 2, lambda s, i: fnllm.append(s, i, range(9), max_tokens=4)),
+    "grow past it, append": (14, 5, lambda s, i: fnllm.append(s, i, [1, 2], max_tokens=4)),
+    "grow past it, go on": (14, 5, lambda s, i: fnllm.append(s, i, max_tokens=4)),
+    "truncate before it": (30, 2, lambda s, i: fnllm.truncate(s, i, 11)),
+    "truncate beyond it": (30, 2, lambda s, i: fnllm.truncate(s, i, 19)),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_a_sequence_of_another_length_goes_on_as_a_prompt_of_its_tokens(name, move):
+    """Its keys so far have the angles of a shorter or longer prompt; a fork keeps its own."""
+    config, tree = toy(name)
+    length, steps, change = MOVES[move]
+    settings = fnllm.Sampling(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
+
+    def begin(prompt):
+        """An engine of its own, so that no block is lost to others, with a sequence of the prompt."""
+        worker = fnllm.engine(Params(config, None, tree), max_model_len=48, block_size=4, num_blocks=60)
+        return worker, *fnllm.add(worker.init(), worker.request(prompt, settings))
+
+    def run(worker, state, seq_id, count=None):
+        """A sequence's first `count` tokens, and the log-probabilities of those that it draws of them."""
+        found, known = [], len(fnllm.tokens(state, seq_id))
+        state, step = worker.step(state)
+        while step is not None:
+            entry = np.flatnonzero((step.plan.seq_ids == seq_id) & step.plan.samples)
+            found += step.results.logprob[entry].tolist()
+            state, step = worker.step(state)
+        return fnllm.tokens(state, seq_id)[:count], found[: None if count is None else count - known]
+
+    def forked():
+        worker, state, one = begin([(7 * i + 3) % 41 for i in range(length)])
+        for _ in range(steps):
+            state, _ = worker.step(state)
+        return worker, *fnllm.fork(state, one), one
+
+    worker, state, other, one = forked()
+    state = change(state, one)
+    tokens, logprobs = run(worker, state, one)
+    expected = run(*begin(fnllm.tokens(state, one)), len(tokens))
+    assert tokens == expected[0] and logprobs == pytest.approx(expected[1], abs=1e-4)
+
+    worker, state, other, one = forked()
+    tokens, logprobs = run(worker, change(state, one), other)
+    expected = run(*forked()[:3])
+    assert tokens == expected[0] and logprobs == pytest.approx(expected[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_keys_whose_angles_stay_are_not_computed_again(name):
+    config, tree = toy(name)
+    settings = fnllm.Sampling(temperature=0, max_tokens=12, ignore_eos=True)
+    worker = fnllm.engine(Params(config, None, tree), max_model_len=48, block_size=4, num_blocks=60)
+
+    def computed(length, *tokens):
+        """Tokens of the step behind an append to a sequence that has run two steps."""
+        state, one = fnllm.add(worker.init(), worker.request([1] * length, settings))
+        for _ in range(2):
+            state, _ = worker.step(state)
+        return worker.step(fnllm.append(state, one, tokens))[1].plan.query_lens.tolist()
+
+    assert computed(8, 5, 6, 7) == [4]
+    assert computed(20, 5, 6, 7) == [4 if name == "longrope" else 25]
 
 
 def test_other_scalings_do_not_look_at_the_length():

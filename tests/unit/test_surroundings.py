@@ -12,7 +12,7 @@ from tiny_models import tiny
 
 import fnllm
 from fnllm.distributed import agree
-from fnllm.machine import Machine
+from fnllm.machine import Machine, Unbuilt
 from fnllm_weights import Shard
 
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8], [9]]
@@ -82,6 +82,35 @@ def test_a_machine_that_cannot_be_built_keeps_no_thread_waiting():
     assert run(params) == run(fresh())
 
 
+def test_a_thread_that_waited_for_a_machine_that_cannot_be_built_tries_by_itself(monkeypatch):
+    params, made, found = fresh(), [], []
+    begun = threading.Event()
+
+    class Failing(Machine):
+        def __init__(self, *args):
+            made.append(self)
+            begun.set()
+            time.sleep(0.1)
+            if len(made) == 1:
+                raise MemoryError
+            super().__init__(*args)
+
+    def first():
+        with pytest.raises(MemoryError):
+            run(params)
+
+    monkeypatch.setattr("fnllm.workspace.Machine", Failing)
+    thread = threading.Thread(target=first)
+    thread.start()
+    begun.wait(60)
+    copied = copy.deepcopy(params)  # while it is being built
+    second = threading.Thread(target=lambda: found.append(run(params)))
+    second.start()
+    thread.join()
+    second.join()
+    assert len(made) == 2 and found == [run(fresh())] == [run(pickle.loads(pickle.dumps(copied)))]
+
+
 def test_a_call_goes_on_from_where_another_rested_even_if_a_third_takes_it(monkeypatch):
     params = fresh()
     wanted = run(params)
@@ -130,11 +159,11 @@ def test_copies_of_params_are_free_of_the_engines_of_the_original(copied):
 
 
 def test_ranks_agree_on_params_that_are_copies(monkeypatch):
-    """A copy holds None in the places of the original's machines."""
+    """A copy has nothing built in the places of the original's machines."""
     params = tiny(24)._replace(workspace={})
     run(params)
     other = copy.deepcopy(params)._replace(shard=Shard(0, 2))
-    assert list(other.workspace.values()) == [None]
+    assert [type(place) for place in other.workspace.values()] == [Unbuilt]
     monkeypatch.setattr("fnllm.distributed.world", lambda shard: None)
     monkeypatch.setattr("fnllm.distributed.exchange_numbers", lambda tp, device, numbers: [numbers, numbers])
     assert agree(other, 5, prompts=PROMPTS) == 5

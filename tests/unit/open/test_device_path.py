@@ -70,3 +70,43 @@ def test_invariant_numerics_capture_score_and_give_gradients(name, device_path):
     expected = found()
     device_path()
     checks_open.expect(found(), expected, name)
+
+
+@pytest.fixture
+def attention_checked(monkeypatch):
+    """The bounds that attention's plans were made for; each call of attention must come with its plan's own."""
+    bounds = set()
+
+    def plan(*args, max_context, window, max_seqlen_q, **named):
+        bounds.add(max_context)
+        return torch.tensor([max_context, window, max_seqlen_q])
+
+    def checked(function):
+        def run(*args, metadata, **named):
+            asked = [named["max_context"], named["window"], named.get("max_seqlen_q", 1)]
+            assert metadata.tolist() == asked, "kernels do not recognise another bound's plan, and read what it has not"
+            return function(*args, metadata=None, **named)
+
+        return run
+
+    monkeypatch.setattr("fnllm.step.attention_metadata", plan)
+    for name in ("paged_attention", "qk_norm_rope_attention"):
+        monkeypatch.setattr(fnllm.layers, name, checked(getattr(fnllm.layers, name)))
+    monkeypatch.setattr("fnllm.machine.backends_for", lambda *args: ("triton", "triton"))
+    monkeypatch.setattr("fnllm.buckets.SHORT_CONTEXT", 12)
+    return bounds
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", ["qwen3-odd", "qwen2-window"])
+def test_attention_meets_the_plan_of_its_own_bound(name, fused, device_path, request):
+    def tokens():
+        params = fnllm.load(checks_open.ORACLE / name)
+        outs = fnllm.generate(params, checks_open.PROMPTS, checks_open.GREEDY, **checks_open.SIZES)
+        return [out.token_ids for out in outs]
+
+    expected = tokens()
+    bounds = request.getfixturevalue("attention_checked")
+    if fused:
+        device_path()
+    assert tokens() == expected and bounds == {0, 12, 64}

@@ -1,6 +1,8 @@
 """Weights that change under the engine: at once, everywhere, without another step built or a copy made."""
 
+import dataclasses
 import functools
+import types
 
 import pytest
 import torch
@@ -154,10 +156,38 @@ class NamingModule(torch.nn.Module):
         return ADAPTER(p, x, ctx)
 
 
+class Hiding(torch.nn.Module):
+    """A module that keeps another where PyTorch does not look for parameters, in a module of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Identity()
+        self.inner.others = [ADAPTER]
+
+    def forward(self, p, x, ctx):
+        return self.inner.others[0](p, x, ctx)
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    adapter: Adapter
+
+
+HOLDER, NAMESPACE = Holder([ADAPTER]), types.SimpleNamespace(adapter=ADAPTER)
+
+
+def by_closure(held):
+    return lambda p, x, ctx: held.adapter(p, x, ctx)
+
+
 @pytest.mark.parametrize(
     "mlp",
     [
         ADAPTER,
+        Hiding(),
+        lambda p, x, ctx: HOLDER(p, x, ctx),
+        lambda p, x, ctx: NAMESPACE.adapter(p, x, ctx),
+        by_closure(Record(ADAPTER)),
         by_name,
         by_inner_name,
         Naming(),
@@ -170,6 +200,10 @@ class NamingModule(torch.nn.Module):
     ],
     ids=[
         "a module",
+        "a module's own attribute",
+        "a global object",
+        "a global namespace",
+        "a dataclass",
         "a global",
         "a comprehension",
         "an object's global",
@@ -226,6 +260,47 @@ def test_a_weight_given_another_storage_is_noticed(tiny):
     weight.data = -2 * weight.data + 0.05
     change(expected.tree)
     assert run(params).token_ids == run(expected).token_ids and run(params).cached_tokens == 8
+
+
+def by_another_tensor(tree):
+    tree["layers"][1]["down"] = -2 * tree["layers"][1]["down"] + 0.05
+
+
+@pytest.mark.parametrize("write", [change, by_another_tensor])
+def test_running_sequences_go_on_with_new_weights_and_the_keys_they_have(tiny, write):
+    """As the last token does over a prompt that the older weights computed, whichever way the weights came."""
+    params, old, new = fresh(tiny), fresh(tiny), fresh(tiny)
+    engine = fnllm.engine(params, **SMALL)
+    state, seq_id = fnllm.add(engine.init(), engine.request(PROMPT, GREEDY))
+    state, _ = engine.step(state)
+    write(params.tree)
+    state, step = engine.step(state)
+    found = step.results.logprob.item()
+    keys = fnllm.generate(old, [PROMPT], GREEDY, capture=["*.k", "*.v"], **SMALL)[0]
+    write(new.tree)
+    given = [fnllm.patch(site, rows[: len(PROMPT)], 0) for site, rows in keys.captured.items()]
+    tokens = [*PROMPT, keys.token_ids[0]]
+    expected = fnllm.generate(new, [tokens], dataclasses.replace(GREEDY, max_tokens=1), edits=given, **SMALL)[0]
+    assert found == pytest.approx(expected.logprobs[0].logprob, abs=1e-5)
+
+
+@pytest.mark.parametrize("write", [change, by_another_tensor])
+def test_no_prefix_is_found_that_a_sequence_made_while_a_weight_was_another_for_a_while(tiny, write):
+    params = fresh(tiny)
+    kept = params.tree["layers"][1]["down"], params.tree["layers"][1]["down"].clone()
+    engine = fnllm.engine(params, **SMALL)
+    state, seq_id = fnllm.add(engine.init(), engine.request(PROMPT, dataclasses.replace(GREEDY, max_tokens=12)))
+    state, _ = engine.step(state)
+    write(params.tree)
+    for _ in range(8):
+        state, _ = engine.step(state)
+    params.tree["layers"][1]["down"] = kept[0].copy_(kept[1]) if write is change else kept[0]
+    tokens = fnllm.tokens(state, seq_id)
+    state, second = fnllm.add(state, engine.request(tokens, GREEDY))
+    while (stepped := engine.step(state))[1] is not None:
+        state = stepped[0]
+    expected = fnllm.generate(fresh(tiny), [tokens], GREEDY, **SMALL)[0]
+    assert fnllm.tokens(state, second)[len(tokens) :] == expected.token_ids
 
 
 def test_weights_that_an_edit_holds_are_weights_too(tiny):

@@ -1,6 +1,7 @@
 """What a rank knows before it has joined the others, and the limit on its waits."""
 
 import os
+import threading
 import time
 from datetime import timedelta
 
@@ -71,6 +72,27 @@ def test_a_wait_beyond_the_limit_ends_the_process_and_shorter_ones_do_not():
 
     assert in_a_copy_of_this_process(lambda: waits(30)) == FAILED
     assert in_a_copy_of_this_process(lambda: waits(0.4, 0.4, 0.4, 0.4)) == 0
+
+
+def test_each_thread_has_a_limit_of_its_own():
+    """Waits of another thread neither end nor renew one's own, and many short ones are no long one."""
+
+    def beside_short_waits(seconds: float):
+        limit = Watch(1.0, rank=0)
+
+        def wait_briefly():
+            for _ in range(40):
+                with limit:
+                    time.sleep(0.05)
+
+        other = threading.Thread(target=wait_briefly, daemon=True)
+        other.start()
+        with limit:
+            time.sleep(seconds)
+        other.join()
+
+    assert in_a_copy_of_this_process(lambda: beside_short_waits(1.8)) == FAILED
+    assert in_a_copy_of_this_process(lambda: beside_short_waits(0.4)) == 0
 
 
 def test_only_waits_for_others_on_a_device_are_limited():
