@@ -10,6 +10,7 @@ from tracing import two_layers
 
 import fnllm
 import fnllm.layers
+import fnllm.options
 from fnllm_kernels import decode_attention, kv_store
 
 pytestmark = pytest.mark.compiled
@@ -44,6 +45,7 @@ def code_of_steps(prompts):
 def test_layers_share_what_a_step_works_out(monkeypatch):
     torch.set_num_threads(1)
     torch._dynamo.reset()
+    monkeypatch.setattr(fnllm.options, "BACKENDS_ON_CPU", ("triton",))
     monkeypatch.setattr(fnllm.layers, "on_device", lambda x, ctx: ctx.cache is not None)  # as on a GPU
     codes = code_of_steps([[3, 14, 15], [9, 26]])
     for op in SHARED:
