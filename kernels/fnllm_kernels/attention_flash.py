@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from .layouts import in_order
 from .zero_tail import zero_tail
 
 
@@ -30,7 +31,7 @@ def paged_attention_fa3(
     _check_flash("fa3", q)
     decode = max_seqlen_q == 1 and q.shape[0] == context_lens.shape[0]
     left, right = (window - 1, 0) if window else (-1, -1)
-    q, block_tables, context_lens = q.contiguous(), block_tables.contiguous(), context_lens.contiguous()
+    q, block_tables, context_lens = in_order(q), in_order(block_tables), context_lens.contiguous()
     out = torch.empty_like(q)
     # In decode each row is its own sequence and is always written, with zeros where the context is empty.
     forward(
@@ -136,7 +137,7 @@ def paged_attention_fa2(
             "use such blocks or backend='triton'"
         )
     sides = (window - 1, 0) if window else (-1, -1)
-    q = q.contiguous()
+    q, block_tables = in_order(q), in_order(block_tables)
     if max_seqlen_q == 1 and q.shape[0] == context_lens.shape[0]:
         return flash_attn.flash_attn_with_kvcache(
             q[:, None], k_cache, v_cache, cache_seqlens=context_lens, block_table=block_tables, softmax_scale=scale,

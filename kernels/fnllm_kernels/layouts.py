@@ -1,8 +1,18 @@
 """What the ops that all layers call tell torch.compile about the strides of their arguments."""
 
 import torch
+from torch import Tensor
 
 # Inductor gives an op's arguments the very strides that they have in eager mode, unless the op is tagged otherwise, and
 # for that it writes what it has not written yet, such as angles, slots and tables that all layers share, anew for each
 # op that reads it. These ops take any strides, so a step's shared arguments are written once.
 ANY_STRIDES = (torch.Tag.flexible_layout,)
+
+
+def in_order(x: Tensor) -> Tensor:
+    """x, contiguous, with the strides of its shape; a copy only where it was not contiguous.
+
+    Where a size is one, a tensor is contiguous with any stride along it, and Inductor makes such; FlashAttention and
+    TMA want strides in order all the same.
+    """
+    return x.contiguous().view(-1).view(x.shape)

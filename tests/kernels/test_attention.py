@@ -1,12 +1,15 @@
 """The attention op on the CPU: against float64, under padding and poison, traced, and refused where it must be."""
 
+from types import SimpleNamespace
+
 import kernel_cases as cases
 import pytest
 import torch
 
-from fnllm_kernels import attention_reference
+from fnllm_kernels import attention_flash, attention_reference
 from fnllm_kernels.attention import attention_metadata, default_backend, paged_attention
 from fnllm_kernels.attention_triton_plan import HEADER, decode_tiling, max_items, plan_size, runs_direct
+from fnllm_kernels.layouts import in_order
 
 ALL = cases.DECODE | cases.PREFILL
 
@@ -158,6 +161,33 @@ def test_a_plan_has_room_for_the_items_of_every_tiling(batch):
     for dtype in (torch.float32, torch.bfloat16):
         items = max_items(batch, 8, torch.device("cpu"), decode_tiling(dtype, 128, batch, 8).programs)
         assert plan_size(batch, 8, torch.device("cpu")) >= HEADER + items + batch + batch * 8
+
+
+def test_strides_in_order():
+    odd = torch.arange(5).as_strided((5, 1), (1, 7))  # contiguous, as one column's stride moves nothing
+    assert odd.is_contiguous() and in_order(odd).stride() == (1, 1)
+    assert in_order(odd).data_ptr() == odd.data_ptr() and torch.equal(in_order(odd), odd)
+    turned = torch.arange(6).view(2, 3).t()
+    assert in_order(turned).stride() == (2, 1) and torch.equal(in_order(turned), turned)
+    assert in_order(torch.empty(0, 3)).shape == (0, 3)
+
+
+@pytest.mark.parametrize("max_seqlen_q", [1, 2])
+def test_flash_attention_3_gets_strides_in_order(max_seqlen_q, monkeypatch):
+    """It looks at the stride of a single column of block tables, which Inductor may make anything."""
+    given = []
+    flash = SimpleNamespace(fwd=lambda q, k, v, **named: given.append((q, named["page_table"])))
+    monkeypatch.setattr(attention_flash, "_fa3", lambda: flash)
+    monkeypatch.setattr(attention_flash, "zero_tail", lambda out, ends: None)
+    tokens = 3 * max_seqlen_q
+    q = torch.zeros(tokens * 16, dtype=torch.bfloat16).as_strided((tokens, 1, 16), (16, 5, 1))
+    tables = torch.arange(3, dtype=torch.int32).as_strided((3, 1), (1, 4))
+    cache, ends = torch.zeros(4, 8, 1, 16).bfloat16(), torch.arange(4, dtype=torch.int32) * max_seqlen_q
+    lengths = torch.full((3,), 2, dtype=torch.int32)
+    attention_flash.paged_attention_fa3(q, cache, cache, tables, ends, lengths, max_seqlen_q=max_seqlen_q, scale=1.0)
+    ((query, page_table),) = given
+    assert page_table.stride() == (1, 1) and torch.equal(page_table, tables)
+    assert query.stride()[-2:] == (16, 1)
 
 
 @pytest.mark.compiled

@@ -166,7 +166,7 @@ def test_on_a_gpu_in_halves(way, rows, inputs, outputs, monkeypatch):
     ("rows", "inputs", "outputs"),
     [
         (1, 40, 24), (5, 200, 72), (129, 41, 23), (128, 12288, 4096), (257, 12288, 4096), (192, 1024, 3072),
-        (16, 2048, 1024), (129, 3072, 1024), (64, 1024, 1024),
+        (16, 2048, 1024), (129, 3072, 1024), (64, 1016, 1024), (48, 4096, 4096),
     ],
 )  # fmt: skip
 def test_on_a_gpu_as_before(rows, inputs, outputs):
@@ -180,7 +180,7 @@ def test_on_a_gpu_as_before(rows, inputs, outputs):
 def test_on_a_gpu_the_tensors_decide(way, rows, inputs, outputs):
     x, w, _, _ = operands(rows, inputs, outputs, torch.bfloat16, "cuda")
     assert way_of(x, w) == (way if torch.cuda.get_device_capability()[0] >= 9 else "whole")
-    others = (x[:16], w), (x.half(), w.half()), (x, w.T.contiguous().T), (x.T.contiguous().T, w)
+    others = (x[:1], w), (x.half(), w.half()), (x, w.T.contiguous().T), (x.T.contiguous().T, w)
     assert [way_of(*tensors) for tensors in others] == ["whole"] * 4
 
 
