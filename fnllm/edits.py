@@ -127,12 +127,18 @@ def column(mask: Tensor, x: Tensor) -> Tensor:
 def edits_of_each(edits: Any, count: int) -> list[tuple[Edit, ...]]:
     """Each of `count` prompts' edits: the same for all, or a list with one entry (some edits, or None) for each.
 
-    Raises TypeError or ValueError that says what is wrong.
+    Raises TypeError or ValueError that says what is wrong; also for as many edits in a flat list as there are prompts,
+    which would be all of them on each, where a caller may mean one each.
     """
     if not isinstance(edits, (Edit, Iterable, type(None))):
         raise TypeError(f"edits must be an Edit, several, or a list with some for each prompt; found {kind_of(edits)}")
     given = [edits] if isinstance(edits, Edit) else list(edits or ())
     if all(isinstance(edit, Edit) for edit in given):
+        if len(given) == count > 1:
+            raise ValueError(
+                f"edits are a flat list of {count} for {count} prompts: write [[a], [b], ...] for one on each, or "
+                f"[[a, b, ...]] * {count} for all of them on each prompt"
+            )
         return [tuple(given)] * count
     each = [(one,) if isinstance(one, Edit) else tuple(one or ()) for one in given]
     for index, some in enumerate(each):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fnllm
-from fnllm.edits import add_vector, channels_of, placed
+from fnllm.edits import add_vector, channels_of, edits_of_each, placed
 
 GREEDY = fnllm.Sampling(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
 SMALL = {"num_blocks": 64, "block_size": 4}
@@ -226,9 +226,20 @@ def test_wrong_edits_say_what_is_wrong(tiny):
         alone(tiny, [fnllm.Edit("layers.9.q", shorter)])
     with pytest.raises(ValueError, match="1 prompts and 2 lists of edits"):
         alone(tiny, [None, None])
+    with pytest.raises(ValueError, match=r"flat list of 2 for 2 prompts: write \[\[a\], .*\[\[a, b, \.\.\.\]\] \* 2"):
+        fnllm.generate(tiny, [PROMPT, PROMPT], GREEDY, edits=[fnllm.steer(SITE, vector(seed)) for seed in (1, 2)])
     with pytest.raises(TypeError, match=r"values\[0\] .* must be a tensor, found float"):
         fnllm.Edit("layers.0.q", shorter, (1.5,))
     assert alone(tiny, ()).finish_reason == "length"  # and the engine goes on
+
+
+def test_edits_of_all_prompts_and_of_each():
+    a, b = fnllm.steer(SITE, vector(1)), fnllm.steer(SITE, vector(2))
+    assert edits_of_each([a, b], 1) == [(a, b)]
+    assert edits_of_each([a, b], 3) == [(a, b)] * 3
+    assert edits_of_each([a], 2) == edits_of_each(a, 2) == [(a,)] * 2
+    assert edits_of_each([[a], [b]], 2) == edits_of_each([a, [b]], 2) == [(a,), (b,)]
+    assert edits_of_each([[a, b]] * 2, 2) == [(a, b)] * 2
 
 
 def doubling(x, ctx):
