@@ -4,7 +4,10 @@ import pytest
 import torch
 
 import fnllm
+import fnllm.built
 from fnllm.edits import add_vector, channels_of, edits_of_each, placed
+from fnllm.jobs import Variant
+from fnllm.sampler import SamplerFeatures
 
 GREEDY = fnllm.Sampling(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
 SMALL = {"num_blocks": 64, "block_size": 4}
@@ -193,6 +196,38 @@ def test_other_values_build_no_other_step(tiny):
     alone(params, [fnllm.steer(SITE, vector(2), start=4)])
     fnllm.generate(params, [PROMPT] * 3, GREEDY, edits=[None, [fnllm.steer(SITE, vector(3))], None], **SMALL)
     assert len(machine.runners) == built
+
+
+def test_rows_for_values_go_with_the_steps_that_read_them(tiny, monkeypatch):
+    monkeypatch.setattr(fnllm.built, "MOST_CHANGED", 3)
+    params = tiny._replace(workspace={})
+    rows = torch.stack([vector(seed) for seed in range(len(PROMPT))])
+    first = alone(params, fnllm.patch(SITE, rows[:1], 0))
+    for n in range(2, len(PROMPT)):
+        alone(params, fnllm.patch(SITE, rows[:n], 0))
+    (machine,) = params.workspace.values()
+    kept = machine.built.choices
+    assert set(kept) == {(), *(spec.edits for spec in machine.runners)} and len(kept) <= 4
+    assert alone(params, fnllm.patch(SITE, rows[:1], 0)).token_ids == first.token_ids  # built again, written again
+
+
+def test_rows_that_a_running_sequence_reads_outlive_its_steps(tiny, monkeypatch):
+    """`prepare` builds steps for others while it runs: it does not join again, so nothing would write them anew."""
+    monkeypatch.setattr(fnllm.built, "MOST_CHANGED", 3)
+    params = tiny._replace(workspace={})
+    expected = alone(params, fnllm.steer(SITE, vector(1)), prefix_cache=False).token_ids
+    engine = fnllm.engine(params, edits=fnllm.steer(SITE, vector(1)), prefix_cache=False, **SMALL)
+    state, name = fnllm.add(engine.init(), engine.request(PROMPT, GREEDY))
+    for _ in range(3):
+        state, _ = engine.step(state)
+    for n in range(1, 6):
+        other = channels_of([[fnllm.patch(SITE, torch.zeros(n, 48), 0)]])
+        with torch.no_grad():
+            engine.machine.runner(Variant(edits=other), SamplerFeatures(), params.tree)
+    assert engine.variant.edits not in [spec.edits for spec in engine.machine.runners]
+    for _ in range(3):
+        state, _ = engine.step(state)
+    assert fnllm.tokens(state, name)[len(PROMPT) :] == expected != alone(params, ()).token_ids
 
 
 def test_edits_at_a_site_apply_in_the_requests_order(tiny):
