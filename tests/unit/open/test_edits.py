@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnllm
 import fnllm.built
@@ -216,7 +217,7 @@ def test_rows_that_a_running_sequence_reads_outlive_its_steps(tiny, monkeypatch)
     monkeypatch.setattr(fnllm.built, "MOST_CHANGED", 3)
     params = tiny._replace(workspace={})
     expected = alone(params, fnllm.steer(SITE, vector(1)), prefix_cache=False).token_ids
-    engine = fnllm.engine(params, edits=fnllm.steer(SITE, vector(1)), prefix_cache=False, **SMALL)
+    engine = fnllm.engine(params, edits=[fnllm.steer(SITE, vector(1))], prefix_cache=False, **SMALL)
     state, name = fnllm.add(engine.init(), engine.request(PROMPT, GREEDY))
     for _ in range(3):
         state, _ = engine.step(state)
@@ -228,6 +229,28 @@ def test_rows_that_a_running_sequence_reads_outlive_its_steps(tiny, monkeypatch)
     for _ in range(3):
         state, _ = engine.step(state)
     assert fnllm.tokens(state, name)[len(PROMPT) :] == expected != alone(params, ()).token_ids
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that an operation's result has."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            self.elements = max(self.elements, found.numel())
+        return found
+
+
+def test_patching_a_prompt_needs_no_copy_of_its_rows_for_each_token(tiny):
+    count = 40
+    ids = [3 + i % 90 for i in range(count)]
+    rows = torch.stack([vector(seed) for seed in range(count)])
+    with torch.no_grad(), Largest() as largest:
+        (found,) = fnllm.score(tiny, [ids], edits=fnllm.patch(SITE, rows, 0), capture=SITE)
+    assert torch.equal(found.captured[SITE], rows)
+    assert 0 < largest.elements < count * rows.numel()
 
 
 def test_edits_at_a_site_apply_in_the_requests_order(tiny):
