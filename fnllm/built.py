@@ -23,6 +23,7 @@ class Built:
     last: tuple[Variant, SamplerFeatures, StepRunner] | None = None  # found without hashing
     tried: set[Any] = field(default_factory=set)  # variants whose functions, and logits_fns that, have passed a trial
     choices: dict[tuple[Channel, ...], tuple[Choice, ...]] = field(default_factory=lambda: {(): ()})  # of each row
+    joined: tuple[Channel, ...] = ()  # whose choices the rows that run were written to
 
     def again(self, variant: Variant, features: SamplerFeatures) -> StepRunner | None:
         """The runner that was used last, if it was for these."""
@@ -40,7 +41,8 @@ class Built:
         """Before a caller's functions get steps of their own, let go of those used longest ago, if there are many.
 
         A function made anew for each call, such as a lambda in a loop, would else fill the memory with graphs. Steps
-        with the functions of the `plain` spec stay. Returns whether any were let go.
+        with the functions of the `plain` spec stay. Rows for the values of edits go with the last step that reads them,
+        unless sequences that run have theirs there. Returns whether any were let go.
         """
         if len(self.runners) < MOST_CHANGED:
             return False
@@ -50,6 +52,8 @@ class Built:
             return False
         for old in [one for one in self.runners if functions_in(one) in known[MOST_CHANGED - 1 :]]:
             del self.runners[old]
+        read = {(), self.joined, spec.edits, *(one.edits for one in self.runners)}
+        self.choices = {channels: some for channels, some in self.choices.items() if channels in read}
         self.tried.clear()
         self.last = None
         return True

@@ -105,15 +105,29 @@ def remove_direction(x: Tensor, ctx: Any, direction: Tensor) -> Tensor:
 
 
 def replace_rows(x: Tensor, ctx: Any, rows: Tensor, position: Tensor) -> Tensor:
-    row = ctx.batch.positions - position
+    """`rows` and `position` have an entry for each sequence, see `values_for`."""
+    entry = ctx.batch.entry
+    row = ctx.batch.positions - position[entry]
     inside = (row >= 0) & (row < rows.shape[1])
-    token = torch.arange(x.shape[0], device=x.device)
-    return torch.where(column(inside, x), rows[token, row.clamp(0, rows.shape[1] - 1)].to(x.dtype), x)
+    return torch.where(column(inside, x), rows[entry, row.clamp(0, rows.shape[1] - 1)].to(x.dtype), x)
+
+
+def values_for(channel: "Channel", values: Sequence[Tensor], entry: Tensor) -> list[Tensor]:
+    """What the channel's function gets of values with an entry for each sequence: a row for each token.
+
+    `patch` takes one row of the n that a token's sequence has: it gets them by sequence, as n for each token are many.
+    """
+    return list(values) if own_function(channel) is replace_rows else [value[entry] for value in values]
+
+
+def own_function(channel: "Channel") -> Callable[..., Tensor]:
+    """The channel's function as it was given: a trial wraps it."""
+    return getattr(channel.apply, "__wrapped__", channel.apply)
 
 
 def width_given(channel: "Channel") -> tuple[int, ...] | None:
     """The width of the activations that the values of steer, ablate and patch are made for; None for other edits."""
-    apply = getattr(channel.apply, "__wrapped__", channel.apply)  # a trial wraps it
+    apply = own_function(channel)
     if apply not in (add_vector, remove_direction, replace_rows):
         return None
     return channel.shapes[0][1:] if apply is replace_rows else channel.shapes[0]
@@ -127,12 +141,18 @@ def column(mask: Tensor, x: Tensor) -> Tensor:
 def edits_of_each(edits: Any, count: int) -> list[tuple[Edit, ...]]:
     """Each of `count` prompts' edits: the same for all, or a list with one entry (some edits, or None) for each.
 
-    Raises TypeError or ValueError that says what is wrong.
+    Raises TypeError or ValueError that says what is wrong; also for as many edits in a flat list as there are prompts,
+    which would be all of them on each, where a caller may mean one each.
     """
     if not isinstance(edits, (Edit, Iterable, type(None))):
         raise TypeError(f"edits must be an Edit, several, or a list with some for each prompt; found {kind_of(edits)}")
     given = [edits] if isinstance(edits, Edit) else list(edits or ())
     if all(isinstance(edit, Edit) for edit in given):
+        if len(given) == count > 1:
+            raise ValueError(
+                f"edits are a flat list of {count} for {count} prompts: write [[a], [b], ...] for one on each, or "
+                f"[[a, b, ...]] * {count} for all of them on each prompt"
+            )
         return [tuple(given)] * count
     each = [(one,) if isinstance(one, Edit) else tuple(one or ()) for one in given]
     for index, some in enumerate(each):

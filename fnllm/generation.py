@@ -69,7 +69,7 @@ def generate(
 
     `sampling` is one for all or a list with one each (None: what the checkpoint recommends); with `n` > 1 a prompt's
     samples follow one another in the result. `layers` swaps layer functions. `edits` (see `Edit`) change activations:
-    some for all prompts, or a list with some (or None) for each. `capture` returns activations in
+    some for all prompts, or a list with a list (or None) for each. `capture` returns activations in
     `Completion.captured`: sites or a `Capture` for all prompts, or a list with a `Capture` or None for each. `seed`
     makes the whole call repeatable (requests with a seed of their own always are). Under torchrun every rank makes the
     same call and gets the same completions; calls that differ are refused on all of them. `chat` are options of the

@@ -238,6 +238,7 @@ class Machine:
             self.join(plan, jobs)
             rows, edits = [join.row for join in plan.joins], [job.edits for job in jobs]
             write_choices(self.choices_of(channels), channels, rows, edits)
+            self.built.joined = channels
         row, column, block = plan.table_updates
         if len(row):
             write_tables(self.resident.rows, row, column, block)

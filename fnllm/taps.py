@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from fnllm.edits import Channel, name_of, width_given
+from fnllm.edits import Channel, name_of, values_for, width_given
 from fnllm.tensor_parallel import TensorParallel
 from fnllm_weights import ModelConfig, Shard, local_sizes
 
@@ -77,7 +77,7 @@ def edited(x: Tensor, channel: Channel, choice: Choice, ctx: "Context") -> Tenso
             f"the edit {name_of(channel.apply)} at {channel.site} is made for activations of shape {width}; there each "
             f"token's are {tuple(x.shape[1:])}{part_of(channel.site, ctx)}"
         )
-    y = channel.apply(x, ctx, *(values[entry] for values in choice.values))
+    y = channel.apply(x, ctx, *values_for(channel, choice.values, entry))
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
         found = f"{tuple(y.shape)} {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
         raise ValueError(

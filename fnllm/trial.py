@@ -6,6 +6,7 @@ variant of the layers, so steps themselves carry no checks. A `logits_fn` is tri
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from fnllm.batch import StepInputs
 from fnllm.compiled import Resident
+from fnllm.context import Context
 from fnllm.edits import Channel, name_of
 from fnllm.held import writes_to
 from fnllm.layers import Layers
@@ -103,6 +105,7 @@ def watched(
 ) -> Callable[..., Any]:
     """The function with its result and its arguments checked; with `traced`, these layers, also whether it compiles."""
     called = f"{where} ({name_of(function)})"
+    check_trace = None if traced is None else tracer(called, function, traced)
 
     @functools.wraps(function)
     def run(*args: Any, **named: Any) -> Any:
@@ -118,8 +121,8 @@ def watched(
             compare_sampled(called, y, *args, **named)
         elif expected is not None:
             compare(called, y, expected(*args))
-        if traced is not None:
-            trace(called, function, [a._replace(layers=traced) if hasattr(a, "layers") else a for a in args], named)
+        if check_trace is not None:
+            check_trace(*args, **named)
         return y
 
     return run
@@ -148,18 +151,41 @@ def form_of(expected: Callable[..., Any] | None) -> str:
     return "(logits, rows, positions, **settings)" if expected is compare_sampled else str(inspect.signature(expected))
 
 
-def trace(called: str, function: Callable[..., Any], args: list, named: dict) -> None:
-    """Raise TypeError, with the reason, when torch.compile cannot trace the function as a whole."""
+def tracer(called: str, function: Callable[..., Any], layers: Layers) -> Callable[..., None]:
+    """Raises TypeError, with the reason, when torch.compile cannot trace the function as a whole for some arguments.
+
+    As in a step, which calls these `layers`, the layer's index is a constant: a function that looks something up by it
+    is traced for each layer.
+    """
     from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
 
-    try:
-        torch.compile(function, backend="eager", fullgraph=True)(*args, **named)
-    except TorchDynamoException as error:
-        reason = " ".join(str(error).split("\n\n")[0].split())
-        raise TypeError(
-            f"{called} cannot be traced by torch.compile: {reason}. Write it without branches on tensor values, "
-            ".item() and effects, or run it as it is with compile='none'"
-        ) from error
+    def run(*args: Any, **named: Any) -> Any:
+        return function(*args, **named)
+
+    # A code object of its own, since torch.compile counts recompilations by it and takes what differs from one caller's
+    # sizes for changing. There may be as many as layers.
+    own = types.FunctionType(run.__code__.replace(), run.__globals__, "traced", None, run.__closure__)
+    compiled = torch.compile(own, backend="eager", fullgraph=True, dynamic=False)
+    unlimited = {"recompile_limit": 10**6, "accumulated_recompile_limit": 10**6}
+
+    def trace(*args: Any, **named: Any) -> None:
+        try:
+            with torch._dynamo.config.patch(unlimited):
+                compiled(*(unwatched(x, layers) if isinstance(x, Context) else x for x in args), **named)
+        except TorchDynamoException as error:
+            reason = " ".join(str(error).split("\n\n")[0].split())
+            raise TypeError(
+                f"{called} cannot be traced by torch.compile: {reason}. Write it without branches on tensor values, "
+                ".item() and effects, or run it as it is with compile='none'"
+            ) from error
+
+    return trace
+
+
+def unwatched(ctx: Context, layers: Layers) -> Context:
+    """The context with the functions themselves, and without the eager step's plan of attention, which is no input."""
+    edits = tuple(edit._replace(apply=edit.apply.__wrapped__) for edit in ctx.taps.edits)
+    return ctx._replace(layers=layers, metadata=None, taps=ctx.taps._replace(edits=edits))
 
 
 def compare(called: str, y: Any, wanted: tuple[tuple[int, ...], torch.dtype] | None) -> None:
@@ -170,9 +196,11 @@ def compare(called: str, y: Any, wanted: tuple[tuple[int, ...], torch.dtype] | N
     if not isinstance(y, Tensor):
         raise TypeError(f"{called} must return a tensor of shape {shape} and {dtype}, found {type(y).__name__}")
     if tuple(y.shape) != shape:
+        padding = "; these are padding, which is no sequence's: cu_seqlens counts none of them, and each has its row"
         raise ValueError(
             f"{called} must return shape {shape} (in this trial of {TOKENS} tokens), found {tuple(y.shape)}; a step "
             "has one row for each of its tokens, and state across steps lives in the cache alone"
+            f"{padding if y.shape[:1] == (0,) else ''}"
         )
     if y.dtype != dtype:
         raise TypeError(f"{called} must return {dtype}, found {y.dtype}; cast the result with .to(x.dtype)")

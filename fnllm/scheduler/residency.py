@@ -19,7 +19,8 @@ def find(state: SchedulerState, seq_id: int) -> Sequence:
     if sequence is None:
         raise ValueError(
             f"seq_id={seq_id!r} is not in this state: {len(state.sequences)} sequences are, ids below {state.next_id} "
-            "were issued; one that ended is kept only if its request says keep=True"
+            "were issued; one that was aborted, or ended and is not kept as an engine's requests are, is gone from "
+            "here, and a state from before still has it"
         )
     return sequence
 

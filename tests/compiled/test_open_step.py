@@ -1,5 +1,7 @@
 """The open step under torch.compile: what is traced, how often, and that values are the eager ones."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -8,6 +10,7 @@ from tracing import first_layers, traced_by, two_layers
 
 import fnllm
 from fnllm.buckets import common_buckets, padding
+from fnllm.layers import attend, attention, mlp
 from fnllm.sampler import SamplerFeatures
 
 pytestmark = pytest.mark.compiled
@@ -134,6 +137,51 @@ def test_a_function_that_cannot_be_traced_is_named(params):
     ):
         call(params, compile="inductor", layers=layers)
     assert call(params, layers=layers)[0].finish_reason == "length"  # eager, it runs
+
+
+def test_functions_that_tell_layers_apart_pass_the_trial(counter):
+    """In a step the layer's index is a constant, so there are as many traces as layers and none of a changing index."""
+    torch._dynamo.reset()
+    whole = fnllm.load(ORACLE / "qwen3-tiny", device="cpu")
+    count = 10  # more than torch.compile makes of one function by itself
+    config = whole.config
+    many = replace(
+        config,
+        num_hidden_layers=count,
+        sliding_window=config.sliding_window[:1] * count,
+        sparse_layers=config.sparse_layers[:1] * count,
+    )
+    params = whole._replace(config=many, tree={**whole.tree, "layers": whole.tree["layers"][:1] * count})
+    by_name = {f"layers.{index}": torch.full((48,), 0.1 * index) for index in range(count)}
+    in_place = torch.nn.ModuleList(torch.nn.Linear(48, 48) for _ in range(count)).requires_grad_(False)
+
+    def looked_up(p, x, ctx):
+        return in_place[ctx.layer](mlp(p, x, ctx)) + by_name[f"layers.{ctx.layer}"]
+
+    layers = fnllm.Layers()._replace(mlp=looked_up)
+    compiled, eager = call(params, layers=layers, compile="inductor"), call(params, layers=layers)
+    assert [out.token_ids for out in compiled] == [out.token_ids for out in eager]
+
+
+@pytest.mark.parametrize("name", ["attend", "attention"])
+def test_a_function_around_the_usual_one_passes_the_trial(params, counter, name):
+    """The eager step's plan of attention is no input of a trace, nor are the watchers of edits."""
+    layers = fnllm.Layers()._replace(**{name: {"attend": half_attend, "attention": half_attention}[name]})
+    edits = fnllm.Edit("layers.1.q", doubled)
+    compiled, eager = (call(params, edits, layers=layers, **options) for options in ({"compile": "inductor"}, {}))
+    assert [out.token_ids for out in compiled] == [out.token_ids for out in eager]
+
+
+def half_attend(q, k, v, ctx):
+    return 0.5 * attend(q, k, v, ctx)
+
+
+def half_attention(p, x, ctx):
+    return 0.5 * attention(p, x, ctx)
+
+
+def doubled(x, ctx):
+    return 2 * x
 
 
 def item_edit(x, ctx):

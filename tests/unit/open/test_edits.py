@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnllm
-from fnllm.edits import add_vector, channels_of, placed
+import fnllm.built
+from fnllm.edits import add_vector, channels_of, edits_of_each, placed
+from fnllm.jobs import Variant
+from fnllm.sampler import SamplerFeatures
 
 GREEDY = fnllm.Sampling(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
 SMALL = {"num_blocks": 64, "block_size": 4}
@@ -195,6 +199,60 @@ def test_other_values_build_no_other_step(tiny):
     assert len(machine.runners) == built
 
 
+def test_rows_for_values_go_with_the_steps_that_read_them(tiny, monkeypatch):
+    monkeypatch.setattr(fnllm.built, "MOST_CHANGED", 3)
+    params = tiny._replace(workspace={})
+    rows = torch.stack([vector(seed) for seed in range(len(PROMPT))])
+    first = alone(params, fnllm.patch(SITE, rows[:1], 0))
+    for n in range(2, len(PROMPT)):
+        alone(params, fnllm.patch(SITE, rows[:n], 0))
+    (machine,) = params.workspace.values()
+    kept = machine.built.choices
+    assert set(kept) == {(), *(spec.edits for spec in machine.runners)} and len(kept) <= 4
+    assert alone(params, fnllm.patch(SITE, rows[:1], 0)).token_ids == first.token_ids  # built again, written again
+
+
+def test_rows_that_a_running_sequence_reads_outlive_its_steps(tiny, monkeypatch):
+    """`prepare` builds steps for others while it runs: it does not join again, so nothing would write them anew."""
+    monkeypatch.setattr(fnllm.built, "MOST_CHANGED", 3)
+    params = tiny._replace(workspace={})
+    expected = alone(params, fnllm.steer(SITE, vector(1)), prefix_cache=False).token_ids
+    engine = fnllm.engine(params, edits=[fnllm.steer(SITE, vector(1))], prefix_cache=False, **SMALL)
+    state, name = fnllm.add(engine.init(), engine.request(PROMPT, GREEDY))
+    for _ in range(3):
+        state, _ = engine.step(state)
+    for n in range(1, 6):
+        other = channels_of([[fnllm.patch(SITE, torch.zeros(n, 48), 0)]])
+        with torch.no_grad():
+            engine.machine.runner(Variant(edits=other), SamplerFeatures(), params.tree)
+    assert engine.variant.edits not in [spec.edits for spec in engine.machine.runners]
+    for _ in range(3):
+        state, _ = engine.step(state)
+    assert fnllm.tokens(state, name)[len(PROMPT) :] == expected != alone(params, ()).token_ids
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that an operation's result has."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            self.elements = max(self.elements, found.numel())
+        return found
+
+
+def test_patching_a_prompt_needs_no_copy_of_its_rows_for_each_token(tiny):
+    count = 40
+    ids = [3 + i % 90 for i in range(count)]
+    rows = torch.stack([vector(seed) for seed in range(count)])
+    with torch.no_grad(), Largest() as largest:
+        (found,) = fnllm.score(tiny, [ids], edits=fnllm.patch(SITE, rows, 0), capture=SITE)
+    assert torch.equal(found.captured[SITE], rows)
+    assert 0 < largest.elements < count * rows.numel()
+
+
 def test_edits_at_a_site_apply_in_the_requests_order(tiny):
     steer, ablate = fnllm.steer(SITE, vector(1)), fnllm.ablate(SITE, vector(2))
     one, two = fnllm.score(tiny, [PROMPT, PROMPT], edits=[[steer, ablate], [ablate, steer]], capture=SITE)
@@ -226,9 +284,20 @@ def test_wrong_edits_say_what_is_wrong(tiny):
         alone(tiny, [fnllm.Edit("layers.9.q", shorter)])
     with pytest.raises(ValueError, match="1 prompts and 2 lists of edits"):
         alone(tiny, [None, None])
+    with pytest.raises(ValueError, match=r"flat list of 2 for 2 prompts: write \[\[a\], .*\[\[a, b, \.\.\.\]\] \* 2"):
+        fnllm.generate(tiny, [PROMPT, PROMPT], GREEDY, edits=[fnllm.steer(SITE, vector(seed)) for seed in (1, 2)])
     with pytest.raises(TypeError, match=r"values\[0\] .* must be a tensor, found float"):
         fnllm.Edit("layers.0.q", shorter, (1.5,))
     assert alone(tiny, ()).finish_reason == "length"  # and the engine goes on
+
+
+def test_edits_of_all_prompts_and_of_each():
+    a, b = fnllm.steer(SITE, vector(1)), fnllm.steer(SITE, vector(2))
+    assert edits_of_each([a, b], 1) == [(a, b)]
+    assert edits_of_each([a, b], 3) == [(a, b)] * 3
+    assert edits_of_each([a], 2) == edits_of_each(a, 2) == [(a,)] * 2
+    assert edits_of_each([[a], [b]], 2) == edits_of_each([a, [b]], 2) == [(a,), (b,)]
+    assert edits_of_each([[a, b]] * 2, 2) == [(a, b)] * 2
 
 
 def doubling(x, ctx):

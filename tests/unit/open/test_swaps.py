@@ -190,6 +190,16 @@ def test_what_is_wrong_with_a_swapped_function_is_said(tiny, mlp, error, words):
     assert len(fnllm.generate(tiny, PROMPTS[:1], GREEDY, **SMALL)[0].token_ids) == 8  # others go on
 
 
+def by_sequence(q, k, v, ctx):
+    ends = ctx.batch.cu_seqlens.tolist()
+    return torch.cat([q[start:end] for start, end in zip(ends, ends[1:], strict=False)])
+
+
+def test_an_attention_by_sequences_is_told_of_padding(tiny):
+    with pytest.raises(ValueError, match=r"by_sequence\) must return .* found \(0, 4, 16\).* padding, which is no seq"):
+        fnllm.generate(tiny, PROMPTS[:1], GREEDY, layers=USUAL._replace(attend=by_sequence), **SMALL)
+
+
 def test_score_watches_too(tiny):
     with pytest.raises(ValueError, match=r"layers\.mlp \(wide_mlp\) must return shape"):
         fnllm.score(tiny, PROMPTS, layers=USUAL._replace(mlp=wide_mlp))
