@@ -1,32 +1,44 @@
-"""Which tensors computed what is cached, and whether they changed: parameters, and what functions hold beside them."""
+"""What computed the cached keys, and whether it changed: parameters, and what functions hold beside them."""
 
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+import fnllm.optimizers  # noqa: F401  (effect: has the steps of optimizers counted among the writes)
+
 LARGEST = 4096  # a container with more entries is data, not weights
-OF_EVERY_MODULE = frozenset(torch.nn.Module().__dict__)
+OF_EVERY_MODULE = frozenset(torch.nn.Module().__dict__) - {"training"}
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+CONSTANTS = (int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, types.NoneType)
 
 
 class Seen(NamedTuple):
-    """Tensors at one look."""
+    """Tensors and constants at one look."""
 
     leaves: list[Tensor]  # kept, so that no other tensor gets their identity
     places: list[tuple[int, int]]  # identity and address of each
+    constants: list[tuple[type, Hashable]]
     writes: list[int]  # how often each was written, as PyTorch counts it
 
 
-def look(leaves: list[Tensor]) -> Seen:
+class Held(NamedTuple):
+    """What functions read beside their arguments."""
+
+    leaves: list[Tensor]  # each once
+    constants: list[tuple[type, Hashable]]  # numbers, strings and their like, in the order in which they were found
+
+
+def look(leaves: list[Tensor], constants: list[tuple[type, Hashable]]) -> Seen:
     """What tells these tensors from others, and from themselves before a write; none of them is read."""
     places = [(id(leaf), leaf.data_ptr()) for leaf in leaves]
-    return Seen(leaves, places, [writes_to(leaf) for leaf in leaves])
+    return Seen(leaves, places, constants, [writes_to(leaf) for leaf in leaves])
 
 
 def writes_to(x: Tensor) -> int:
@@ -42,25 +54,34 @@ class Versions:
     """
 
     def __init__(self) -> None:
-        self.changes = 0
+        self.changes = 1
+        self.first = 1  # the number of groups that were not looked at before: nothing is computed by them yet
         self.seen: dict[Hashable, tuple[Seen, int]] = {}  # at the last look, and the number given then
 
-    def of(self, key: Hashable, leaves: list[Tensor]) -> tuple[int, bool]:
-        """The number for what these tensors hold, and whether they may lie elsewhere than before this look."""
-        now, (before, number) = look(leaves), self.seen.get(key, (None, 0))
-        if before is not None and (before.places, before.writes) == (now.places, now.writes):
-            return number, False
-        self.changes += 1
-        self.seen[key] = now, self.changes
-        return self.changes, before is None or before.places != now.places
+    def of(self, key: Hashable, leaves: list[Tensor], constants: Sequence = ()) -> tuple[int, bool]:
+        """The number for what these tensors and constants hold, and whether graphs from before this look are stale.
+
+        They are where a tensor may lie elsewhere now, or a constant is another.
+        """
+        now, (before, number) = look(leaves, list(constants)), self.seen.get(key, (None, 0))
+        stale = before is None or (before.places, before.constants) != (now.places, now.constants)
+        if before is None:
+            number = self.first
+        elif stale or before.writes != now.writes:
+            number = self.changes = self.changes + 1
+        self.seen[key] = now, number
+        return number, stale
 
     def keep(self, wanted: Callable[[Any], bool]) -> None:
         """Let go of the tensors of all groups but those with a wanted key, and the one without a key."""
-        self.seen = {key: seen for key, seen in self.seen.items() if key is None or wanted(key)}
+        kept = {key: seen for key, seen in self.seen.items() if key is None or wanted(key)}
+        if len(kept) < len(self.seen):  # those let go of may change, and be looked at again as if for the first time
+            self.first = self.changes = self.changes + 1
+        self.seen = kept
 
     def forget(self) -> None:
         """Give every group another number at its next look, which still tells what lies elsewhere."""
-        self.seen = {key: (seen._replace(writes=[]), number) for key, (seen, number) in self.seen.items()}
+        self.seen = {key: (seen._replace(writes=[-1]), number) for key, (seen, number) in self.seen.items()}
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:
@@ -98,30 +119,32 @@ def same_tensors(tree: Any, kept: Any) -> bool:
         return tree == kept
 
 
-def held_tensors(functions: Iterable[Any]) -> list[Tensor]:
-    """Every tensor that some functions read beside their arguments, each once.
+def held_by(functions: Iterable[Any]) -> Held:
+    """Every tensor and constant that some functions read beside their arguments.
 
     Looked through are modules, containers, dataclasses, namespaces, attributes of callable objects, and functions of
     the same file that a function calls by name; not what functions of other files and other objects hold, nor a
     container of more than `LARGEST` entries.
     """
-    found: dict[int, Tensor] = {}
-    seen: set[int] = set()
+    leaves: list[Tensor] = []
+    constants: list[tuple[type, Hashable]] = []
+    seen: dict[int, Any] = {}  # kept, so that nothing that was made for this look hands on its identity
     waiting = list(functions)
     while waiting:
         x = waiting.pop()
-        if id(x) in seen:
-            continue
-        seen.add(id(x))
-        if isinstance(x, Tensor):
-            found[id(x)] = x
-        else:
-            waiting += parts(x)
-    return list(found.values())
+        if isinstance(x, CONSTANTS):
+            constants.append((type(x), repr(x) if isinstance(x, (float, complex)) else x))  # for -0.0 and NaN
+        elif id(x) not in seen:
+            seen[id(x)] = x
+            if isinstance(x, Tensor):
+                leaves.append(x)
+            else:
+                waiting += parts(x)
+    return Held(leaves, constants)
 
 
 def parts(x: Any) -> Iterator[Any]:
-    """What a function or container holds that may hold tensors."""
+    """What a function or container holds that may hold tensors or constants."""
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         yield from (getattr(x, one.name, None) for one in dataclasses.fields(x))
     if isinstance(x, torch.nn.Module):
@@ -134,22 +157,32 @@ def parts(x: Any) -> Iterator[Any]:
         yield x.__dict__
     elif isinstance(x, (dict, list, tuple)):
         if len(x) <= LARGEST:
-            yield from x.values() if isinstance(x, dict) else x
+            yield from x
+            yield from x.values() if isinstance(x, dict) else ()
     elif isinstance(x, functools.partial):
         yield from (x.func, x.args, x.keywords)
     elif isinstance(x, types.MethodType):
         yield x.__func__
-        yield x.__self__ if isinstance(x.__self__, torch.nn.Module) else getattr(x.__self__, "__dict__", {})
+        yield from (x.__self__,) if isinstance(x.__self__, torch.nn.Module) else attributes(x.__self__)
     elif isinstance(x, types.FunctionType):
         yield from (x.__defaults__ or (), x.__kwdefaults__ or {})
         yield from (cell.cell_contents for cell in x.__closure__ or () if cell != types.CellType())
         for name in names_in(x.__code__):
-            y = x.__globals__.get(name)
+            y = x.__globals__.get(name, types)
             of_this_file = isinstance(y, types.FunctionType) and y.__globals__ is x.__globals__
-            if of_this_file or not (y is None or isinstance(y, (type, types.ModuleType, *FUNCTIONS))):
+            if of_this_file or not isinstance(y, (type, types.ModuleType, *FUNCTIONS)):
                 yield y
     elif callable(x) and not isinstance(x, type):
-        yield from (getattr(x, "__dict__", {}), type(x).__call__)
+        yield from attributes(x)
+        yield type(x).__call__
+
+
+def attributes(x: Any) -> Iterator[Any]:
+    """What an object holds, in its `__dict__` or in the slots of its classes."""
+    yield getattr(x, "__dict__", {})
+    for one in type(x).__mro__:
+        slots = (name for name, y in vars(one).items() if isinstance(y, types.MemberDescriptorType))
+        yield from (getattr(x, name, None) for name in slots)
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:

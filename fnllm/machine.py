@@ -18,7 +18,7 @@ from fnllm.cache import allocate, block_bytes, blocks_that_fit, host_memory, zer
 from fnllm.compiled import Report, Resident, StepRunner, graphs_traced
 from fnllm.distributed import least
 from fnllm.edits import Channel
-from fnllm.held import Versions, held_tensors, in_own_containers, same_tensors, tensors_of
+from fnllm.held import Versions, held_by, in_own_containers, same_tensors, tensors_of
 from fnllm.jobs import Job, Variant, looks_back
 from fnllm.layers import Layers
 from fnllm.numerics import exchanges_for, layers_for
@@ -70,7 +70,7 @@ class Machine:
         self.built = Built()
         self.features = RowFeatures(settings.max_num_seqs)
         self.writes = Writes(self.num_blocks, size, settings.max_num_seqs, max_blocks)
-        self.versions = Versions()  # of the weights (None), and of what variants' functions hold
+        self.versions = Versions()  # of the weights (None), and of what each function holds
         self.tree_seen: Any = None  # the weights at the last look, to see at each step whether one was replaced
         self.watch = watch(tp, self.device)
         self.report: Report | None = None  # of those who build without saying whom to tell
@@ -138,8 +138,9 @@ class Machine:
     def version_of(self, params: Params, variant: Variant) -> int:
         """A number that changes whenever a weight does: another tensor, or the same one written in place.
 
-        Tensors that the variant's functions hold are weights like those of `params`. Reads none of them. Graphs that
-        hold the address of a tensor whose place such a function, or the tree, has given to another are dropped.
+        What the variant's functions hold counts as weights too: tensors, of which none is read, and numbers and their
+        like. Graphs that hold such a number, or the address of a tensor whose place such a function, or the tree, has
+        given to another, are dropped.
         Raises ValueError for a tree that was changed to what the layers do not read.
         """
         if not same_tensors(params.tree, self.tree_seen):
@@ -150,13 +151,14 @@ class Machine:
             for runner in self.runners.values():
                 runner.drop_moved()
         own = [mine for mine, usual in zip(variant.layers, Layers(), strict=True) if mine is not usual]
-        held = held_tensors((*own, *(channel.apply for channel in variant.edits)))
-        if not held:
-            return version
-        own_version, moved = self.versions.of(variant._replace(capture=()), held)
-        if moved:
-            self.drop_graphs(variant)
-        return max(version, own_version)
+        for function in (*own, *(channel.apply for channel in variant.edits)):
+            held = held_by([function])
+            if held.leaves or held.constants:
+                number, stale = self.versions.of(function, held.leaves, held.constants)
+                version = max(version, number)
+                if stale:
+                    self.drop_graphs(function)
+        return version
 
     def notice_replaced(self, params: Params, variant: Variant) -> None:
         """Look at the weights if others lie in the tree than at the last look, before a step that may not ask.
@@ -171,11 +173,10 @@ class Machine:
         """Count the weights, and what functions hold, as changed: they were written in a way that PyTorch misses."""
         self.versions.forget()
 
-    def drop_graphs(self, variant: Variant) -> None:
-        """Let the variant's steps be captured anew: their graphs hold the addresses of what its functions held."""
-        layers = self.layers_of(variant)
+    def drop_graphs(self, function: Callable) -> None:
+        """Let the steps around a function be captured anew: their graphs hold what it held, or where that lay."""
         for spec, runner in self.runners.items():
-            if (spec.layers, spec.edits) == (layers, variant.edits):
+            if function in functions_of(spec.layers, spec.edits):
                 runner.graphs.clear()
 
     @contextlib.contextmanager
@@ -315,8 +316,8 @@ class Machine:
         )
         if spec not in self.runners:
             if self.built.make_room(spec, lambda: dataclasses.replace(self.spec, layers=self.layers_of(Variant()))):
-                kept = {(one.layers, one.edits) for one in (spec, *self.runners)}
-                self.versions.keep(lambda other: (self.layers_of(other), other.edits) in kept)
+                kept = {f for one in (spec, *self.runners) for f in functions_of(one.layers, one.edits)}
+                self.versions.keep(lambda function: function in kept)
             rows = self.resident.rows._replace(edits=self.choices_of(variant.edits))
             resident = self.resident._replace(rows=rows)
             self.try_variant(variant, spec, resident, tree)
@@ -351,6 +352,11 @@ class Machine:
             for bucket in common_buckets(self.settings):
                 empty = padding(bucket.entries, bucket.tokens, None, scratch)
                 runner(params.tree, empty, max_context=bucket.max_context, as_graph=True, report=report)
+
+
+def functions_of(layers: Layers, edits: tuple[Channel, ...]) -> list[Callable]:
+    """The functions that a step around these calls, in one order on all ranks."""
+    return [*layers, *(channel.apply for channel in edits)]
 
 
 def plain_spec(params: Params, settings: Settings, tp: TensorParallel) -> StepSpec:

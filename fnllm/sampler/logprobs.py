@@ -7,6 +7,7 @@ not depend on the order of summation: equal logits give equal bits for any batch
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from fnllm.tensor_parallel import SINGLE, TensorParallel
 from fnllm_kernels.order_keys import pack, packed_ids, packed_scores
@@ -37,7 +38,7 @@ def log_normaliser(logits: Float[Tensor, "T V"], *, tp: TensorParallel = SINGLE)
     top = tp.all_reduce_max(detached.amax(-1))
     mass = masses(detached, top, torch.ones_like(top)).long().sum(-1)
     value = top + torch.log(tp.all_reduce(mass).double() / MASS_ONE).to(top.dtype)
-    if torch.is_grad_enabled() and logits.requires_grad:
+    if (torch.is_grad_enabled() and logits.requires_grad) or unpack_dual(logits).tangent is not None:
         # The integers have no gradient: add a float form of the same function, minus its own value.
         smooth = torch.log(tp.all_reduce(torch.exp(logits - top[..., None]).sum(-1)))
         value = value + (smooth - smooth.detach())

@@ -1,15 +1,18 @@
 """Weights that change under the engine: at once, everywhere, without another step built or a copy made."""
 
+import copy
 import dataclasses
 import functools
 import types
 
+import numpy as np
 import pytest
 import torch
 from examples_of import example
 from torch.utils._pytree import tree_map
 
 import fnllm
+from fnllm.held import Versions, held_by
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 33]
 GREEDY = fnllm.Sampling(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
@@ -103,6 +106,77 @@ def test_an_optimizer_step_counts_as_a_change(tiny):
     assert after.cached_tokens == 0 and after.logprobs != before.logprobs
     scored = fnllm.score(params, [PROMPT + list(after.token_ids)])[0][8:]
     torch.testing.assert_close(scored.detach(), torch.tensor([x.logprob for x in after.logprobs]), atol=1e-4, rtol=1e-4)
+
+
+class OneOfAnother(torch.optim.Optimizer):
+    """An optimizer of somebody's own, who writes through `.data`."""
+
+    def __init__(self, weights, lr):
+        super().__init__(weights, {"lr": lr})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    weight.data.sub_(group["lr"] * weight.grad)
+
+
+OPTIMIZERS = [
+    functools.partial(getattr(torch.optim, name), **how)
+    for name in ("Adam", "AdamW", "SGD", "Adagrad")
+    for how in ({}, {"foreach": True}, {"fused": True})
+]
+
+
+@pytest.mark.parametrize("make", [*OPTIMIZERS, OneOfAnother], ids=lambda make: str(getattr(make, "keywords", "own")))
+@pytest.mark.parametrize("closure", [False, True])
+def test_steps_of_all_optimizers_are_counted_as_writes(make, closure):
+    """Those of kernels of their own too, whose writes PyTorch does not count."""
+    weight, other = (torch.ones(3, requires_grad=True) for _ in range(2))
+    optimizer = make([weight, other], lr=0.1)
+
+    def loss():
+        optimizer.zero_grad()
+        (total := (weight * 2).sum()).backward()
+        return total
+
+    squares = other.square().sum()
+    if not closure:
+        loss()
+    before = weight._version
+    optimizer.step(loss) if closure and make is not OneOfAnother else (loss(), optimizer.step())
+    assert weight._version > before and not torch.equal(weight.detach(), torch.ones(3))
+    squares.backward()  # the other was not written, so that its graph is whole
+    counted = weight._version
+    optimizer.register_step_post_hook(lambda *args: optimizer.zero_grad())
+    optimizer.step()
+    assert weight._version > counted
+
+
+@pytest.mark.parametrize("make", [m for m in OPTIMIZERS if "fused" in m.keywords], ids=lambda m: m.func.__name__)
+def test_a_fused_step_counts_as_a_change(tiny, make):
+    params = fresh(tiny)
+    weight = params.tree["layers"][2]["qkv"].requires_grad_()
+    optimizer = make([weight], lr=0.3)
+    before = run(params)
+    fnllm.score(params, [PROMPT])[0].sum().backward()
+    optimizer.step()
+    after = run(params)
+    assert after.cached_tokens == 0 and after.logprobs != before.logprobs
+    assert after.logprobs[0].logprob == pytest.approx(run(fresh(params)).logprobs[0].logprob, abs=1e-5)
+    assert run(params).cached_tokens == 8
+
+
+@pytest.mark.compiled
+def test_a_compiled_fused_step_is_counted_too():
+    weight = torch.ones(3, requires_grad=True)
+    weight.grad = torch.ones(3)
+    optimizer = torch.optim.AdamW([weight], lr=torch.tensor(0.1), fused=True)
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    for _ in range(2):
+        before = weight._version
+        step()
+        assert weight._version > before
 
 
 class Adapter(torch.nn.Module):
@@ -232,6 +306,161 @@ def test_weights_that_a_swapped_function_holds_are_weights_too(tiny, mlp):
     with torch.no_grad():
         ADAPTER.b.mul_(2)
     assert fnllm.generate(params, [PROMPT], GREEDY, **SMALL)[0].cached_tokens == 8  # outlive that
+
+
+class Scaled:
+    """A callable that keeps all in slots, one of them empty."""
+
+    __slots__ = ("by", "unset")
+
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, p, x, ctx):
+        return self.by * fnllm.Layers().mlp(p, x, ctx)
+
+
+class ScaledModule(torch.nn.Module):
+    def __init__(self, by):
+        super().__init__()
+        self.by = by
+
+    def forward(self, p, x, ctx):
+        return self.by * fnllm.Layers().mlp(p, x, ctx) * (1 if self.training else 2)
+
+
+class ScaledMore(Scaled):
+    """One with a `__dict__` beside the slots of its base."""
+
+    def method(self, p, x, ctx):
+        return self(p, x, ctx)
+
+
+BY: float | None = 1.0
+SCALED, SETTINGS = Scaled(1.0), {"by": 1.0}
+
+
+def by_global_number(p, x, ctx):
+    return BY * fnllm.Layers().mlp(p, x, ctx)
+
+
+def by_global_dict(p, x, ctx):
+    return SETTINGS["by"] * fnllm.Layers().mlp(p, x, ctx)
+
+
+def in_closure():
+    by = 1.0
+
+    def mlp(p, x, ctx):
+        return by * fnllm.Layers().mlp(p, x, ctx)
+
+    def change(to):
+        nonlocal by
+        by = to
+
+    return mlp, change
+
+
+def in_attribute(owner, mlp=None):
+    return mlp or owner, lambda to: setattr(owner, "by", to)
+
+
+def another_mode(module):
+    return module, lambda to: module.train(to == 1)
+
+
+SLOTS, NAMES = Scaled(1.0), types.SimpleNamespace(by=1.0)
+HOLDERS = {
+    "a global": (by_global_number, lambda to: globals().update(BY=to)),
+    "a function's function": (lambda p, x, ctx: by_global_number(p, x, ctx), lambda to: globals().update(BY=to)),
+    "a dict": (by_global_dict, lambda to: SETTINGS.update(by=to)),
+    "a closure": in_closure(),
+    "slots": in_attribute(SLOTS),
+    "slots of a global": in_attribute(SCALED, lambda p, x, ctx: SCALED(p, x, ctx)),
+    "slots of a base": in_attribute(more := ScaledMore(1.0), more.method),
+    "a namespace": in_attribute(NAMES, lambda p, x, ctx: NAMES.by * fnllm.Layers().mlp(p, x, ctx)),
+    "a module": in_attribute(ScaledModule(1.0)),
+    "a module's mode": another_mode(ScaledModule(1.0)),
+}
+
+
+@pytest.mark.parametrize(("mlp", "change"), HOLDERS.values(), ids=HOLDERS)
+def test_numbers_that_a_swapped_function_holds_are_weights_too(tiny, mlp, change):
+    params, layers = fresh(tiny), fnllm.Layers()._replace(mlp=mlp)
+
+    def run(**options):
+        return fnllm.generate(params, [PROMPT], GREEDY, layers=layers, **SMALL, **options)[0]
+
+    change(1.0)
+    before = run()
+    assert run().cached_tokens == 8
+    (machine,) = params.workspace.values()
+    for runner in machine.runners.values():
+        runner.graphs["a bucket"] = "a graph"
+    for to in (-2.0, 1.0):
+        change(to)
+        after = run()
+        assert after.cached_tokens == 0 and not any(runner.graphs for runner in machine.runners.values())
+        assert (after.logprobs == before.logprobs) == (to == 1.0)
+        assert run().cached_tokens == 8
+    fnllm.weights_changed(params)
+    assert run().cached_tokens == 0
+
+
+def test_functions_that_hold_numbers_share_what_they_compute_until_these_change(tiny):
+    """Whatever runs beside them, and whichever engine sees the change first."""
+    params, names = fresh(tiny), types.SimpleNamespace(by=2.0)
+    edit = fnllm.Edit("layers.0.resid_post", lambda x, ctx: x * names.by)
+    other = fnllm.Edit("layers.1.resid_post", lambda x, ctx: x + SLOTS.by)
+
+    def run(*edits):
+        return fnllm.generate(params, [PROMPT] * len(edits), GREEDY, edits=edits, **SMALL)
+
+    assert [out.cached_tokens for out in run(None)] == [0]
+    assert [out.cached_tokens for out in run([edit], None)] == [0, 8]
+    assert [out.cached_tokens for out in run([edit], [other])] == [8, 0]
+    (machine,) = params.workspace.values()
+    for runner in machine.runners.values():
+        runner.graphs["a bucket"] = "a graph"
+    names.by = 3.0
+    mixed = run([edit], [other, edit])
+    assert [out.cached_tokens for out in mixed] == [0, 0]
+    assert all(bool(runner.graphs) == (not spec.edits) for spec, runner in machine.runners.items())
+    (again,) = run([edit])
+    assert again.cached_tokens == 8 and again.token_ids == mixed[0].token_ids
+    assert run(None)[0].cached_tokens == 8
+
+
+def test_what_a_function_held_before_it_was_let_go_of_is_not_found_again():
+    versions, x = Versions(), torch.zeros(2)
+    assert versions.of("a", [x], [(int, 1)])[0] == versions.of("b", [x], [(int, 1)])[0] == versions.of(None, [])[0]
+    before, _ = versions.of("a", [x], [(int, 1)])
+    versions.keep(lambda key: key == "b")
+    x += 1
+    assert versions.of("a", [x], [(int, 1)])[0] > before and versions.of("b", [x], [(int, 1)])[0] > before
+
+
+def test_tensors_in_slots_are_weights_too(tiny):
+    params, scaled = fresh(tiny), Scaled(torch.tensor(1.0))
+    layers = fnllm.Layers()._replace(mlp=scaled)
+    before = fnllm.generate(params, [PROMPT], GREEDY, layers=layers, **SMALL)[0]
+    scaled.by += 1
+    after = fnllm.generate(params, [PROMPT], GREEDY, layers=layers, **SMALL)[0]
+    assert after.cached_tokens == 0 and before.logprobs != after.logprobs
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(0.0, -0.0), (1, True), (1, 1.0), (None, 0), (1.0, "1.0"), ([None, 2], [2, None]), ({"a": 1}, {"b": 1}),
+     (torch.float16, torch.float32), (np.float32(1), 1.0)],
+)  # fmt: skip
+def test_other_constants_are_told_apart(one, other):
+    def held(x):
+        return held_by([functools.partial(print, x)]).constants
+
+    assert held(one) != held(other) and held(one) == held(copy.deepcopy(one))
+    nan = held(float("nan"))
+    assert nan == held(float("nan"))  # another object
 
 
 def test_graphs_are_dropped_that_hold_addresses_of_other_weights(tiny):

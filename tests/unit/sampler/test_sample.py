@@ -224,6 +224,33 @@ def test_token_logprobs_have_the_softmax_gradient_and_the_same_value():
     assert log_normaliser(torch.zeros(1, 2)).item() == pytest.approx(0.6931472, abs=1e-7)
 
 
+@pytest.mark.parametrize("grad", [True, False], ids=["", "no_grad"])
+def test_forward_derivatives_are_those_of_log_softmax(grad):
+    """By finite differences, by the reverse mode, and by torch's own function; `no_grad` leaves forward mode on."""
+    torch.manual_seed(9)
+    ids, (x, u) = torch.tensor([2, 0, 12]), torch.randn(2, 3, 13, dtype=torch.float64)
+
+    def ours(z):
+        return token_logprobs(z * z, ids, vocab_limit=13)
+
+    def theirs(z):
+        return torch.log_softmax(z * z, -1).gather(1, ids[:, None])[:, 0]
+
+    with torch.set_grad_enabled(grad):
+        value, tangent = torch.func.jvp(ours, (x,), (u,))
+        assert torch.equal(value, ours(x))
+        torch.testing.assert_close(tangent, (theirs(x + 1e-5 * u) - theirs(x - 1e-5 * u)) / 2e-5, rtol=0, atol=1e-8)
+        rows = torch.func.jacfwd(ours)(x)
+        torch.testing.assert_close(rows, torch.func.jacrev(ours)(x))
+        torch.testing.assert_close(torch.func.vmap(lambda v: torch.func.jvp(ours, (x,), (v,))[1])(u[None])[0], tangent)
+        with torch.autograd.forward_ad.dual_level():
+            dual = ours(torch.autograd.forward_ad.make_dual(x, u))
+            torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(dual).tangent, tangent)
+    both = [torch.func.jacfwd(torch.func.jacfwd(f))(x) for f in (ours, theirs)]
+    torch.testing.assert_close(*both)
+    torch.testing.assert_close(torch.func.hessian(lambda z: ours(z).sum())(x), both[1].sum(0))
+
+
 def local_slices(logits, size, garbage=99.0):
     width = -(-logits.shape[1] // size)
     return torch.nn.functional.pad(logits, (0, width * size - logits.shape[1]), value=garbage).chunk(size, 1)
