@@ -6,7 +6,7 @@ first keys are fetched while the qkv projection still runs.
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, library
 
 from fnllm_kernels.decode_tiles import triton
 from fnllm_kernels.dependent_launch import launch_options
@@ -133,7 +133,7 @@ def takes_attention(qkv, k_cache, block_tables) -> bool:
     return fits and qkv.is_cuda and triton is not None and block_tables.is_contiguous() and k_cache.is_contiguous()
 
 
-@torch.library.custom_op("fnllm::decode_attention", mutates_args=("k_cache", "v_cache", "counters"), tags=ANY_STRIDES)
+@library.custom_op("fnllm::decode_attention", mutates_args=("k_cache", "v_cache", "counters"), tags=ANY_STRIDES)
 def _decode_attention(
     qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, k_cache: Tensor,
     v_cache: Tensor, block_tables: Tensor, context_lens: Tensor, slots: Tensor, counters: Tensor, num_heads: int,

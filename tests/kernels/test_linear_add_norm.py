@@ -91,39 +91,26 @@ def test_cublas_halves_are_those_of_the_inputs():
 
 
 @pytest.mark.parametrize(
-    ("rows", "inputs", "outputs", "way"),
+    ("inputs", "outputs", "tiled", "cublas"),
     [
-        (16, 2048, 1024, "whole"),  # kernels for few rows
-        (17, 2048, 1024, "tiled halves"),
-        (128, 3072, 1024, "tiled halves"),
-        (129, 3072, 1024, "whole"),
-        (64, 1023, 1024, "whole"),
-        (64, 2056, 1000, "tiled halves"),
-        (16, 6144, 2047, "whole"),
-        (16, 6144, 2048, "tiled halves"),
-        (128, 6144, 2048, "tiled halves"),
-        (64, 9728, 2560, "tiled halves"),
-        (65, 9728, 2560, "whole"),  # 160 programs
-        (1, 4096, 4096, "whole"),
-        (2, 4096, 4096, "tiled halves"),
-        (32, 12288, 4096, "tiled halves"),
-        (33, 12288, 4096, "whole"),
-        (16, 5120, 5120, "whole"),
-        (128, 12288, 4096, "whole"),  # tiles of our own
-        (129, 12288, 4096, "cuBLAS halves"),
-        (256, 12288, 4096, "cuBLAS halves"),
-        (257, 12288, 4096, "whole"),
-        (224, 4096, 4096, "cuBLAS halves"),
-        (225, 4096, 4096, "whole"),
-        (160, 4096 - 128, 4096, "whole"),
-        (256, 12288, 4104, "whole"),
-        (256, 8192, 3072, "cuBLAS halves"),
-        (256, 8192, 2560, "whole"),
-        (256, 12288 + 64, 4096, "whole"),  # halves that 64 does not divide
+        (2048, 1024, range(17, 129), ()),  # fewer rows have kernels of their own
+        (3072, 1024, range(17, 129), ()),
+        (1023, 1024, (), ()),
+        (6144, 2047, range(17, 129), ()),
+        (6144, 2048, range(2, 129), ()),
+        (9728, 2560, range(2, 65), ()),  # 65 rows would be 160 programs
+        (8192, 3072, range(2, 33), range(129, 257)),
+        (12288, 4096, range(2, 33), range(129, 257)),
+        (12288 + 64, 4096, range(2, 33), ()),  # halves that 64 does not divide
+        (4096, 4096, range(2, 33), range(129, 225)),
+        (4096 - 128, 4096, range(2, 33), ()),
+        (12288, 4104, range(2, 33), ()),
+        (5120, 5120, (), ()),
     ],
 )
-def test_which_way_is_fastest(rows, inputs, outputs, way):
-    assert fastest_way(rows, inputs, outputs) == way
+def test_the_rows_for_which_halves_are_fastest(inputs, outputs, tiled, cublas):
+    found = {way: [rows for rows in range(1, 300) if fastest_way(rows, inputs, outputs) == way] for way in PRODUCTS}
+    assert found["tiled halves"] == list(tiled) and found["cuBLAS halves"] == list(cublas)
 
 
 def test_on_a_cpu_whole():
