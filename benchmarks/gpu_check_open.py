@@ -1,4 +1,4 @@
-"""The open step against plain passes in float32 on the CPU: captures, edits, swapped layers and states.
+"""The open step against plain passes in float32 on the CPU: captures, edits, swaps, functions of logits, and states.
 
 gpu_check_open.py SETTINGS_JSON, for gpu_checks.py. For each model, dtype and compile mode one row a case. What the
 engine drew and captured is compared with `score` of the same tokens by the same weights, edits and layers on the CPU:
@@ -8,6 +8,7 @@ length of the right one (or over the site's usual length, where that is more); a
 """
 
 import json
+import math
 import random
 import sys
 import time
@@ -55,7 +56,7 @@ def opened(s: SimpleNamespace) -> None:
             if s.device == "cpu" and mode in ("graphs", "reduce-overhead"):
                 continue
             here = dict(part="open", model=name, dtype=dtype, mode=mode)
-            for case in (captures_and_edits, alone, swaps, states):
+            for case in (captures_and_edits, alone, swaps, functions_of_logits, states):
                 began = time.perf_counter()
                 for row in case(params, dict(SIZES, compile=mode)):
                     emit(s, **here, **row, seconds=round(time.perf_counter() - began, 1))
@@ -139,6 +140,56 @@ def swaps(params: fnllm.Params, options: dict) -> Iterator[dict]:
     yield verdict("plain before and after", params, found, dict(built_again=again), same or routed(params))
 
 
+def leaning(logits: torch.Tensor, history: Any) -> torch.Tensor:
+    """A `logits_fn`: some ids gain, others lose."""
+    return logits + torch.arange(logits.shape[1], device=logits.device).float().sin()
+
+
+def unrepeated(logits: torch.Tensor, history: Any) -> torch.Tensor:
+    """A `logits_fn`: no token comes twice, the prompt's included."""
+    known = torch.arange(history.tokens.shape[1], device=logits.device) < history.lengths[:, None]
+    ids = torch.where(known, history.tokens, logits.shape[1]).long()
+    return torch.cat([logits, logits[:, :1]], 1).scatter(1, ids, -torch.inf)[:, :-1]
+
+
+def functions_of_logits(params: fnllm.Params, options: dict) -> Iterator[dict]:
+    """A batch whose requests have a `logits_fn` each, which may look at the tokens so far, or none."""
+    functions = (leaning, None, unrepeated, leaning)
+    sampling = [replace(GREEDY, logits_fn=function) for function in functions]
+
+    def call() -> list:
+        return fnllm.generate(params, PROMPTS, sampling, progress=False, **options)
+
+    first, second, counts = twice(params, options, call, call)
+    meant = tuple(meant_logits if function is None else WRITTEN_ANEW[function] for function in functions)
+    found = [compared(params, PROMPTS, outs, [()] * 4, meant=meant) for outs in (first, second)]
+    plain = fnllm.generate(params, PROMPTS, GREEDY, progress=False, **options)
+    changed = all(
+        (one.token_ids != other.token_ids) == (function is not None)
+        for function, one, other in zip(functions, first, plain, strict=True)
+    )
+    yield verdict("functions of logits", params, found, counts, changed or routed(params))
+
+
+def meant_logits(logits: torch.Tensor, sequence: Sequence[int], first: int) -> torch.Tensor:
+    """Logits of the tokens from `first` on as the draw sees them: as they are."""
+    return logits
+
+
+def meant_by_leaning(logits: torch.Tensor, sequence: Sequence[int], first: int) -> torch.Tensor:
+    return logits + torch.tensor([math.sin(index) for index in range(logits.shape[1])])
+
+
+def meant_by_unrepeated(logits: torch.Tensor, sequence: Sequence[int], first: int) -> torch.Tensor:
+    forbidden = logits.clone()
+    for row in range(len(logits)):
+        forbidden[row, list(sequence[: first + row])] = -math.inf
+    return forbidden
+
+
+WRITTEN_ANEW = {leaning: meant_by_leaning, unrepeated: meant_by_unrepeated}
+
+
 def states(params: fnllm.Params, options: dict) -> Iterator[dict]:
     """Forks, cuts, appends and replays of a log: in float32 the tokens and block tables of the CPU's eager engine."""
     if params.tree["norm"].dtype != torch.float32:
@@ -170,23 +221,28 @@ def routed(params: fnllm.Params) -> bool:
 
 def compared(
     params: fnllm.Params, prompts: Sequence, outs: Sequence, edits: Sequence, layers: fnllm.Layers | None = None,
-    sampling: fnllm.Sampling = GREEDY,
+    sampling: fnllm.Sampling = GREEDY, meant: Sequence[Callable] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """How far completions are from plain passes: errors of activations and log-probabilities, and what tokens lack."""
+    """How far completions are from plain passes: errors of activations and log-probabilities, and what tokens lack.
+
+    `meant` has a function for each prompt, of the logits that its draws see.
+    """
     dtype, reference = params.tree["norm"].dtype, reference_of(params)
     sequences = [[*prompt, *out.token_ids] for prompt, out in zip(prompts, outs, strict=True)]
     scored = fnllm.score(reference, sequences, edits=edits, layers=layers, capture=EVERYWHERE)
     spread = torch.cat([one.captured["logits"] for one in scored]).std().item()
     slack = 2 * TOLERANCE[dtype] * max(1, spread / USUAL_SPREAD)
     errors, logprobs, behind = [torch.zeros(0)], [], []
-    for prompt, out, one in zip(prompts, outs, scored, strict=True):
+    meant = [meant_logits] * len(prompts) if meant is None else meant
+    for prompt, out, one, seen in zip(prompts, outs, scored, meant, strict=True):
         at = torch.tensor(out.captured_at, dtype=torch.int64)
         for site, x in out.captured.items():
             right = one.captured[site][at].flatten(1)
             length = right.norm(dim=1)
             errors.append((x.cpu().float().flatten(1) - right).norm(dim=1) / length.clamp(min=length.mean().item()))
         logits = one.captured["logits"][len(prompt) - 1 : -1]
-        behind.append(lacking(logits, out.token_ids, len(prompt), sampling, slack))
+        drawable = seen(logits, [*prompt, *out.token_ids], len(prompt))
+        behind.append(lacking(drawable, out.token_ids, len(prompt), sampling, slack))
         said = torch.tensor([entry.logprob for entry in out.logprobs])
         logprobs.append((said - meant_logprobs(logits, out.token_ids, sampling)).abs())
     return dict(errors=torch.cat(errors), logprobs=torch.cat(logprobs), behind=torch.cat(behind), slack=slack)

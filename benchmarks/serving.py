@@ -1,172 +1,175 @@
-"""Throughput and latency on one GPU, side by side: `python benchmarks/serving.py --out results.json`.
+"""Throughput and latency on one GPU, the project and its peers side by side: `python benchmarks/serving.py`.
 
-Every engine runs in a process of its own, in turn, on the same workloads; nano-vLLM takes part if `nanovllm` can be
-imported (and a checkpoint folder is given for it). A table with each rate, its ratio to the best other engine and its
-share of the machine's limit closes the run.
+Every engine is a process of its own with 44 GiB of cache, and all take turns on one GPU: each workload is measured with
+the one, then with the next, so that a slow host or a warm GPU meets all of them. vLLM and nano-vLLM take part if this
+Python has them, or with one that does, since peers pin versions of torch: `--python vllm=other/bin/python`. The run
+closes with a table of each rate, its ratio to the best other engine and its share of the machine's limit.
 """
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from workloads import SHAPES, config_dict, measure
+from checkpoints import room_for_checkpoint
+from workloads import SHAPES
 
-ENGINES = ("fnllm", "nano-vllm")
+HERE = Path(__file__).parent
+PEERS = {"vllm": "vllm", "nano-vllm": "nanovllm"}  # what each is imported by
 WORK = ("W1", "W2", "W3", "W4", "W5")
+UNITS = ("tok_s", "ms")
+POLL_S = 0.02
 
 
-def fnllm_generate(size: str, options: dict):
-    """(generate, seconds to ready) of this project on random weights."""
-    import fnllm
-    import fnllm_weights
+class Engine:
+    """An engine's process; `run` gives it a workload and waits for its rows."""
 
-    began = time.perf_counter()
-    config = fnllm_weights.ModelConfig.from_dict(config_dict(size))
-    tree = fnllm_weights.init(config, dtype="bfloat16", device="cuda")
-    params = fnllm_weights.Params(config, None, tree, fnllm_weights.Shard(), {})
+    def __init__(self, name: str, command: Sequence[str], folder: Path):
+        self.name, self.rows, self.log = name, folder / f"{name}.jsonl", folder / f"{name}.log"
+        self.rows.touch()
+        self.ended = 0
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, start_new_session=True
+            )
 
-    def generate(prompts: list, lens: list) -> None:
-        sampling = [fnllm.Sampling(temperature=0.6, max_tokens=n, ignore_eos=True) for n in lens]
-        fnllm.generate(params, prompts, sampling, **options)
+    def wait(self) -> bool:
+        """Until it has ended one thing more, or has died: whether it lives."""
+        while True:
+            ended = sum(bool(row.get("ended")) for row in self.found())
+            if ended > self.ended:
+                self.ended = ended
+                return True
+            if self.process.poll() is not None:
+                return False
+            time.sleep(POLL_S)
 
-    fnllm.engine(params, **options).prepare(fnllm.Sampling(temperature=0.6))
-    generate([[1, 2, 3]], [8])
-    return generate, time.perf_counter() - began
-
-
-def nano_generate(size: str, folder: str):
-    """(generate, seconds to ready) of nano-vLLM on a checkpoint folder of this shape."""
-    from nanovllm import LLM, SamplingParams
-
-    began = time.perf_counter()
-    llm = LLM(folder, enforce_eager=False, max_model_len=4096)
-
-    def generate(prompts: list, lens: list) -> None:
-        sampling = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n) for n in lens]
-        llm.generate(prompts, sampling, use_tqdm=False)
-
-    return generate, time.perf_counter() - began
-
-
-def run_one(args: argparse.Namespace) -> None:
-    """Measure one engine in this process, a JSON line for each row."""
-    rows = open(args.out, "a")
-
-    def emit(**row) -> None:
-        line = json.dumps(dict(engine=args.engine, size=args.size, **row))
-        print(line, flush=True)
-        rows.write(line + "\n")
-        rows.flush()
-
-    if args.engine == "fnllm":
-        generate, ready = fnllm_generate(args.size, dict(compile=args.compile, max_model_len=args.max_model_len))
-    else:
-        generate, ready = nano_generate(args.size, args.checkpoint)
-    emit(workload="start", seconds=ready)
-    for which in args.work.split(","):
-        began = time.perf_counter()
-        generate([[5] * 100] * 256, [2] * 256)  # graphs and kernels of the largest batch are not part of the figures
+    def run(self, which: str) -> bool:
+        """Measure a workload: whether the process lives."""
+        assert self.process.stdin is not None
         try:
-            for row in measure(generate, args.size, which):
-                emit(workload=which, **row)
-        except Exception as error:  # the next workload may still run
-            emit(workload=which, error=f"{type(error).__name__}: {error}"[:300])
-        emit(workload=which, total_seconds=time.perf_counter() - began)
+            self.process.stdin.write(which + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return False
+        return self.wait()
+
+    def found(self) -> list[dict]:
+        """The rows so far."""
+        return [json.loads(line) for line in self.rows.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+    def stop(self) -> None:
+        """End the process and all that it started."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+
+def side_by_side(commands: dict[str, Sequence[str]], work: Sequence[str], folder: Path) -> list[dict]:
+    """All engines' rows: they start one after the other, then take turns at each workload."""
+    engines: list[Engine] = []
+    try:
+        for name, command in commands.items():
+            engines.append(Engine(name, command, folder))
+            engines[-1].wait()
+        for which in work:
+            for engine in engines:
+                engine.run(which)
+        rows = []
+        for engine in engines:
+            rows += [{key: value for key, value in row.items() if key != "ended"} for row in engine.found()]
+            if engine.process.poll() is not None:
+                rows.append(dict(engine=engine.name, workload="start", error=last_words(engine.log)))
+        return rows
+    finally:
+        for engine in engines:
+            engine.stop()
+
+
+def last_words(log: Path) -> str:
+    """The last line that a process said."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f"its process ended: {lines[-1][:300]}" if lines else "its process ended without a word"
 
 
 def table(rows: list[dict]) -> str:
     """Markdown: one line a workload, one column an engine, and fnllm's ratio to the best other and to the limit."""
-    engines = [e for e in ENGINES if any(r["engine"] == e for r in rows)]
+    measured = [row for row in rows if any(unit in row for unit in UNITS)]
+    engines = list(dict.fromkeys(row["engine"] for row in measured))
     lines = [
         "| shape | workload | " + " | ".join(engines) + " | ratio | of the limit |",
         "|---" * (4 + len(engines)) + "|",
     ]
-    keys = list(
-        dict.fromkeys(
-            (r["size"], r["workload"], r.get("case", r.get("batch", "")))
-            for r in rows
-            if "floor_tok_s" in r or "floor_ms" in r
-        )
-    )
-    for size, work, case in keys:
-        cells, found = [], {}
-        for row in rows:
-            if (row["size"], row["workload"], row.get("case", row.get("batch", ""))) == (size, work, case) and (
-                "tok_s" in row or "ms" in row
-            ):
-                found[row["engine"]] = row
-        for engine in engines:
-            row = found.get(engine)
-            cells.append("" if row is None else f"{row['ms']:.1f} ms" if "ms" in row else f"{row['tok_s']:,.0f} tok/s")
-        mine, others = found.get("fnllm"), [r for e, r in found.items() if e != "fnllm"]
-        ratio = share = ""
-        if mine is not None:
-            share = (
-                f"{mine['floor_ms'] / mine['ms']:.0%}" if "ms" in mine else f"{mine['tok_s'] / mine['floor_tok_s']:.0%}"
-            )
-            if others:
-                best = (
-                    min(r["ms"] for r in others) / mine["ms"]
-                    if "ms" in mine
-                    else mine["tok_s"] / max(r["tok_s"] for r in others)
-                )
-                ratio = f"{best:.2f}"
-        lines.append(f"| {size} | {work} {case} | " + " | ".join(cells) + f" | {ratio} | {share} |")
+    cases: dict[tuple, dict[str, dict]] = {}
+    for row in measured:
+        case = row["size"], row["workload"], row.get("case", row.get("batch", ""))
+        cases.setdefault(case, {})[row["engine"]] = row
+    for (size, work, case), found in cases.items():
+        cells = [shown(found[engine]) if engine in found else "" for engine in engines]
+        mine, others = found.get("fnllm"), [speed(row) for engine, row in found.items() if engine != "fnllm"]
+        ratio = f"{speed(mine) / max(others):.2f}" if mine and others else ""
+        limit = "" if mine is None else f"{speed(mine) / speed({key: mine.get(f'floor_{key}') for key in UNITS}):.0%}"
+        lines.append(f"| {size} | {work} {case} | " + " | ".join(cells) + f" | {ratio} | {limit} |")
     return "\n".join(lines)
 
 
-def versions() -> dict:
-    import torch
-    import triton
+def speed(row: dict) -> float:
+    """More is better: tokens a second, or what is done in a millisecond."""
+    return row["tok_s"] if row.get("tok_s") else 1 / row["ms"]
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    return dict(
-        torch=torch.__version__, triton=triton.__version__, gpu=torch.cuda.get_device_name(), commit=commit,
-        date=time.strftime("%Y-%m-%d"),
-    )  # fmt: skip
+
+def shown(row: dict) -> str:
+    return f"{row['ms']:.1f} ms" if "ms" in row else f"{row['tok_s']:,.0f} tok/s"
+
+
+def commands(args: argparse.Namespace, size: str, folder: Path) -> dict[str, list[str]]:
+    """Each engine that takes part, and how it is started; a checkpoint is made where a peer needs one."""
+    pythons = {"fnllm": sys.executable, **{peer: sys.executable for peer, module in PEERS.items() if find_spec(module)}}
+    pythons.update(pair.split("=", 1) for pair in args.python)
+    if args.engines:
+        pythons = {name: python for name, python in pythons.items() if name in args.engines.split(",")}
+    checkpoint = args.checkpoint.format(size=size) if args.checkpoint else str(room_for_checkpoint() / f"qwen3-{size}")
+    if len(pythons) > ("fnllm" in pythons):
+        subprocess.run([sys.executable, str(HERE / "checkpoints.py"), size, checkpoint], check=True)
+    settings = dict(size=size, checkpoint=checkpoint, compile=args.compile, max_model_len=args.max_model_len)
+    program = str(HERE / "serving_engines.py")
+    return {
+        name: [python, program, name, json.dumps(dict(settings, rows=str(folder / f"{name}.jsonl")))]
+        for name, python in pythons.items()
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", default="benchmarks/results/serving.json")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "serving.json")
     parser.add_argument("--size", default="0.6b", help=f"one or more of {', '.join(SHAPES)}, comma-separated")
-    parser.add_argument("--work", default=",".join(WORK))
+    parser.add_argument("--work", default=",".join(WORK), help="workloads in their order")
     parser.add_argument("--compile", default=None, help="fnllm's compile mode")
     parser.add_argument("--max-model-len", type=int, default=40960)
-    parser.add_argument("--checkpoint", help="folder of a checkpoint for engines that need one; {size} is replaced")
-    parser.add_argument("--engine", choices=ENGINES, help="measure this one alone, in this process")
+    parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PYTHON", help="a peer's interpreter")
+    parser.add_argument(
+        "--checkpoint", help="folder of the peers' checkpoint, {size} is replaced; default: one is made"
+    )
+    parser.add_argument("--engines", help="those to measure, comma-separated; default: all that are there")
     args = parser.parse_args()
-    if args.engine:
-        run_one(args)
-        return
-    engines = [e for e in ENGINES if e == "fnllm" or (args.checkpoint and find_spec("nanovllm"))]
-    with tempfile.TemporaryDirectory() as folder:
-        lines = Path(folder) / "rows.jsonl"
-        for size in args.size.split(","):
-            for engine in engines:
-                command = [
-                    sys.executable,
-                    __file__,
-                    "--engine",
-                    engine,
-                    "--size",
-                    size,
-                    "--out",
-                    str(lines),
-                    "--work",
-                    args.work,
-                ]
-                command += ["--max-model-len", str(args.max_model_len)]
-                command += ["--compile", args.compile] if args.compile else []
-                command += ["--checkpoint", args.checkpoint.format(size=size)] if args.checkpoint else []
-                subprocess.run(command, check=False)
-        rows = [json.loads(line) for line in lines.read_text().splitlines()]
-    Path(args.out).write_text(json.dumps(dict(**versions(), rows=rows), indent=1) + "\n")
+    rows: list[dict] = []
+    for size in args.size.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            rows += side_by_side(commands(args, size, Path(folder)), args.work.split(","), Path(folder))
+    from provenance import provenance  # it asks the GPU for its name, which is left to the engines until here
+
+    facts: dict[str, Any] = dict(**provenance(), rows=rows)
+    args.out.write_text(json.dumps(facts, indent=1) + "\n")
     print(table(rows))
 
 

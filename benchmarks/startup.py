@@ -10,16 +10,16 @@ must be none.
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from checkpoints import room_for_checkpoint
+
 BEGAN = time.perf_counter()  # of this process, as nearly as a script can tell
 HERE = Path(__file__).parent
-ROOM = 40e9  # bytes; the largest shape takes 16 GB
 MODES = ("none", "graphs", "inductor", "reduce-overhead")
 
 
@@ -91,23 +91,6 @@ def built(engine, reports: list[str]) -> dict:
     )
 
 
-def make_checkpoint(args: argparse.Namespace) -> None:
-    """Random bf16 weights, unless they are there."""
-    if (args.checkpoint / "config.json").exists():
-        return
-    from provenance import random_params
-
-    import fnllm
-
-    fnllm.save(random_params(args.size, dtype="bfloat16", device=args.device), args.checkpoint)
-
-
-def room_for_checkpoint() -> Path:
-    """/dev/shm where it is large enough; else the folder for temporary files, which are read from the page cache."""
-    shared = Path("/dev/shm")
-    return shared if shared.exists() and shutil.disk_usage(shared).free > ROOM else Path(tempfile.gettempdir())
-
-
 def child(args: argparse.Namespace, mode: str, caches: str, which: str) -> dict:
     """A row: what one process measured, or how it failed."""
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
@@ -146,13 +129,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--mode", choices=MODES, help="measure this one in this process")
     args = parser.parse_args()
-    args.checkpoint = args.checkpoint or room_for_checkpoint() / f"fnllm-startup-{args.size}"
+    args.checkpoint = args.checkpoint or room_for_checkpoint() / f"qwen3-{args.size}"
     if args.mode:
         print(json.dumps(start(args)))
         return
+    from checkpoints import make_checkpoint
     from provenance import provenance
 
-    make_checkpoint(args)
+    make_checkpoint(args.checkpoint, args.size, args.device)
     rows: list[dict] = []
     for mode in args.modes.split(","):
         with tempfile.TemporaryDirectory() as caches:

@@ -1,6 +1,6 @@
 """Time of each kernel on this GPU beside the least time its bytes or its arithmetic need.
 
-    python benchmarks/kernels.py --out DIR [--only decode prefill small tilings]
+    python benchmarks/kernel_times.py --out DIR [--only decode prefill small tilings]
 
 A call is timed inside a captured graph, over as many copies of its inputs as fill the L2 cache several times, so caches
 and activations come from memory as they do in a step. A case that fails is reported and the rest go on.
