@@ -30,8 +30,13 @@ class Context(NamedTuple):
     metadata: dict[int, Tensor | ReferencePlan | None] | None
     taps: Taps
     layer: int = -1  # index of the decoder layer; -1 outside
+    own: tuple[Tensor, ...] = ()  # parameters of this layer, or of the head, which no kernel of the step writes
 
     def tap(self, name: str, x: Tensor) -> Tensor:
         """Let taps see, and edit, an activation: `name` is the last part of a site such as `layers.3.resid_mid`."""
         site = name if self.layer < 0 else f"layers.{self.layer}.{name}"
         return self.taps(site, x, self)
+
+    def owns(self, weight: Tensor) -> bool:
+        """Whether a weight is a parameter, not made in the step: kernels may fetch it while those before still run."""
+        return any(weight is mine for mine in self.own)

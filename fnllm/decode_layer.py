@@ -11,12 +11,11 @@ from torch import Tensor
 
 from fnllm.context import Context
 from fnllm.layers import Layers
-from fnllm_kernels.decode_attention import decode_attention
+from fnllm_kernels.decode_attention import HEAD_DIMS, decode_attention
 from fnllm_kernels.small_linear import norm_linear, small_linear
 from fnllm_weights import LayerParams
 
 INSIDE = ("norm", "linear", "attention", "attend", "mlp", "activation")  # functions whose work these kernels do
-HEAD_DIMS = (32, 64, 128, 256)
 
 
 def fuses(p: LayerParams, x: Float[Tensor, "T H"], ctx: Context) -> bool:
@@ -40,7 +39,7 @@ def decode_layer(
 ) -> Float[Tensor, "T H"]:
     """The residual stream after this layer; the first rank's share of a sum holds the stream before and the bias."""
     eps, batch, first = ctx.config.rms_norm_eps, ctx.batch, ctx.tp.rank == 0
-    qkv = norm_linear(stream, p["input_norm"], eps, p["qkv"], bias=p.get("qkv_bias"))
+    qkv = norm_linear(stream, p["input_norm"], eps, p["qkv"], bias=p.get("qkv_bias"), fixed=True)
     out = decode_attention(
         qkv,
         p.get("q_norm"),
@@ -58,8 +57,9 @@ def decode_layer(
         scale=ctx.config.head_dim**-0.5,
         window=ctx.config.sliding_window[ctx.layer] or 0,
     )
-    bias = p.get("o_bias") if first else None
-    stream = ctx.tp.all_reduce(small_linear(out, p["o"], bias=bias, residual=stream if first else None))
-    gated = norm_linear(stream, p["post_norm"], eps, p["gate_up"], bias=p.get("gate_up_bias"), gated=True)
-    bias = p.get("down_bias") if first else None
-    return ctx.tp.all_reduce(small_linear(gated, p["down"], bias=bias, residual=stream if first else None))
+    bias, before = (p.get("o_bias"), stream) if first else (None, None)
+    stream = ctx.tp.all_reduce(small_linear(out, p["o"], bias=bias, residual=before, fixed=True))
+    bias = p.get("gate_up_bias")
+    gated = norm_linear(stream, p["post_norm"], eps, p["gate_up"], bias=bias, gated=True, fixed=True)
+    bias, before = (p.get("down_bias"), stream) if first else (None, None)
+    return ctx.tp.all_reduce(small_linear(gated, p["down"], bias=bias, residual=before, fixed=True))

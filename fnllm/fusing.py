@@ -8,7 +8,7 @@ from torch import fx, ops
 
 import fnllm_kernels.linear_add_norm  # noqa: F401  registers the operation that takes the others' place
 
-PLAIN = (None, None, False)  # a product without bias, residual and gate
+PLAIN = (None, None, False, True)  # a product without bias, residual and gate, of a weight that the step does not write
 
 
 def fuse_norms(graph: fx.Graph) -> None:

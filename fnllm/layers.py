@@ -66,7 +66,7 @@ def on_device(x: Tensor, ctx: Context) -> bool:
 def linear(p: Float[Tensor, "O I"], x: Float[Tensor, "T I"], ctx: Context) -> Float[Tensor, "T O"]:
     """The product of activations with a weight; every projection of the model, and the head, goes through it."""
     if on_device(x, ctx):
-        return small_linear(x, p)
+        return small_linear(x, p, fixed=ctx.owns(p))
     return F.linear(x, p) if x.is_cuda or ctx.cache is None else host_linear(x, p)
 
 
@@ -175,7 +175,7 @@ def mlp(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "T H"]:
 def gated(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "T I"]:
     """The activation of gate and up; one kernel may do both where both functions are the usual ones."""
     if on_device(x, ctx) and ctx.layers.linear is linear and ctx.layers.activation is activation:
-        return small_linear(x, p["gate_up"], bias=p.get("gate_up_bias"), gated=True)
+        return small_linear(x, p["gate_up"], bias=p.get("gate_up_bias"), gated=True, fixed=ctx.owns(p["gate_up"]))
     gate_up = ctx.layers.linear(p["gate_up"], x, ctx)
     if "gate_up_bias" in p:
         gate_up = gate_up + p["gate_up_bias"]

@@ -23,7 +23,7 @@ def forward(tree: ParamTree, ctx: Context, tokens: Int[Tensor, " W"] | None = No
     x = layers.embed(tree["embed"], ctx.batch.token_ids, ctx)
     residual, counters = None, None
     for index, p in enumerate(tree["layers"]):
-        at = ctx._replace(layer=index)
+        at = ctx._replace(layer=index, own=tuple(x for x in p.values() if isinstance(x, Tensor)))
         if fuses(p, x, at):
             counters = attention_counters(at) if counters is None else counters
             x, residual = decode_layer(p, x if residual is None else residual + x, counters, at), None
@@ -33,7 +33,7 @@ def forward(tree: ParamTree, ctx: Context, tokens: Int[Tensor, " W"] | None = No
         if tokens is not None and index == last and rest_by_token(at):
             h, residual = h[tokens], residual[tokens]
             ctx = ctx._replace(batch=ctx.batch.take(tokens))
-            at, tokens = ctx._replace(layer=index), None
+            at, tokens = at._replace(batch=ctx.batch), None
         h, residual = tapped_add_norm(p["post_norm"], h, residual, "resid_mid", at)
         feed_forward = layers.moe if "router" in p else layers.mlp
         x = at.tap("mlp_out", feed_forward(p, h, at))
@@ -57,7 +57,9 @@ def rest_by_token(ctx: Context) -> bool:
 
 def head_logits(tree: ParamTree, hidden: Float[Tensor, "B H"], ctx: Context) -> Float[Tensor, "B V"]:
     """This rank's logits of some hidden states, seen at the site `logits` whatever `lm_head` is."""
-    return ctx.tap("logits", ctx.layers.lm_head(tree["lm_head"], hidden, ctx))
+    p = tree["lm_head"]
+    at = ctx._replace(own=(p,) if isinstance(p, Tensor) else ())
+    return ctx.tap("logits", ctx.layers.lm_head(p, hidden, at))
 
 
 def tapped_add_norm(

@@ -116,6 +116,11 @@ def check_product(result: Tensor, x: Tensor, w: Tensor, relative: float) -> None
     assert ((result.double() - exact).abs() <= bound + 1e-6).all()
 
 
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """The same vector with something else between its numbers."""
+    return torch.stack((x, torch.full_like(x, 9)), 1)[:, 0]
+
+
 def relative_error(got: Tensor, want: Tensor) -> float:
     """||got - want|| / ||want||, NaN if anything is."""
     return ((got.double().cpu() - want).norm() / want.norm()).item()

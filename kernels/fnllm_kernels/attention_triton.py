@@ -11,6 +11,7 @@ from torch import Tensor
 from .attention_triton_decode import NewHeads, decode_attention
 from .attention_triton_plan import decode_plan, decode_tiling, plan_size, runs_direct
 from .attention_triton_prefill import prefill_attention, prefill_tiling
+from .layouts import vectors
 
 _INVARIANT_ROWS = 64  # rows of the batch-invariant form's tile: for prefill at some rate, for decode at some waste
 
@@ -41,6 +42,7 @@ def paged_attention_triton(
             scale=scale, window=window, metadata=metadata, max_context=max_context,
         )  # fmt: skip
     q, block_tables = _ready(q, k_cache, v_cache, block_tables)
+    cu_seqlens_q, context_lens = vectors(cu_seqlens_q, context_lens)
     rows = _INVARIANT_ROWS if invariant else max_seqlen_q * (q.shape[1] // k_cache.shape[2])
     shared = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin if q.is_cuda else 1 << 20
     tiling = prefill_tiling(q.dtype, q.shape[2], rows, shared)
@@ -70,6 +72,7 @@ def decode_attention_triton(
     pdl: launch dependently (None: where the device can). Raises ValueError as `paged_attention_triton` does.
     """
     q, block_tables = _ready(q, k_cache, v_cache, block_tables)
+    cu_seqlens_q, context_lens = vectors(cu_seqlens_q, context_lens)
     (_, block_size, kv_heads, head_dim), batch = k_cache.shape, context_lens.shape[0]
     tiling = decode_tiling(q.dtype, head_dim, batch, kv_heads)
     direct = runs_direct(batch, kv_heads, max_context or block_tables.shape[1] * block_size)
@@ -115,7 +118,7 @@ def triton_metadata(
     "SymInt max_context) -> Tensor",
 )
 def _decode_plan_op(context_lens, cu_seqlens_q, num_kv_heads, head_dim, dtype, window, max_context):
-    batch = context_lens.shape[0]
+    batch, (context_lens, cu_seqlens_q) = context_lens.shape[0], vectors(context_lens, cu_seqlens_q)
     tiling, direct = decode_tiling(dtype, head_dim, batch, num_kv_heads), runs_direct(batch, num_kv_heads, max_context)
     return decode_plan(context_lens, cu_seqlens_q, num_kv_heads, window, tiling, direct)
 

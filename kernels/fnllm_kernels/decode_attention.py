@@ -10,7 +10,7 @@ from torch import Tensor, library
 
 from fnllm_kernels.decode_tiles import triton
 from fnllm_kernels.dependent_launch import launch_options
-from fnllm_kernels.layouts import ANY_STRIDES
+from fnllm_kernels.layouts import ANY_STRIDES, in_pairs, vectors
 
 if triton is not None:
     import triton.language as tl
@@ -116,6 +116,8 @@ def launch_decode_attention(
     y = qkv.new_empty(rows, num_heads * head_dim)
     scratch = qkv.new_empty(rows * num_heads * splits * (head_dim + 1), dtype=torch.float32)
     parts = rows * num_heads * splits * head_dim
+    qkv, q_norm, k_norm, cos, sin = (x if x is None else in_pairs(x) for x in (qkv, q_norm, k_norm, cos, sin))
+    context_lens, slots = vectors(context_lens, slots)
     ints = lambda x: None if x is None else x.view(torch.int32)  # noqa: E731
     decode_attention_kernel[(rows, num_heads // each, splits)](
         ints(qkv), ints(q_norm), ints(k_norm), cos.view(torch.int64), sin.view(torch.int64), ints(k_cache),
@@ -127,9 +129,12 @@ def launch_decode_attention(
     return y
 
 
+HEAD_DIMS = (32, 64, 128, 256)
+
+
 def takes_attention(qkv, k_cache, block_tables) -> bool:
-    """Whether the Triton kernel takes these operands: bf16 on a GPU, a head size of 32, 64, 128 or 256."""
-    fits = qkv.dtype == k_cache.dtype == torch.bfloat16 and k_cache.shape[3] in (32, 64, 128, 256)
+    """Whether the Triton kernel takes these operands: bf16 on a GPU, one of its head sizes."""
+    fits = qkv.dtype == k_cache.dtype == torch.bfloat16 and k_cache.shape[3] in HEAD_DIMS
     return fits and qkv.is_cuda and triton is not None and block_tables.is_contiguous() and k_cache.is_contiguous()
 
 
@@ -141,8 +146,8 @@ def _decode_attention(
 ) -> Tensor:  # fmt: skip
     if takes_attention(qkv, k_cache, block_tables):
         return launch_decode_attention(
-            qkv.contiguous(), q_norm, k_norm, eps, cos.contiguous(), sin.contiguous(), k_cache, v_cache, block_tables,
-            context_lens, slots, counters, num_heads, scale, window,
+            qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, block_tables, context_lens, slots, counters,
+            num_heads, scale, window,
         )  # fmt: skip
     return decode_attention_reference(
         qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, block_tables, context_lens, slots, num_heads, scale,
@@ -178,11 +183,13 @@ def decode_attention(
 
     context_lens counts the new token; a sequence of length 0 is padding and gives zeros. counters: int32 zeros, one for
     each row and query head, zeros again afterwards, so that one tensor serves every layer. Raises ValueError for heads
-    that do not divide or too few counters.
+    that do not divide, one norm of two or too few counters.
     """
     kv_heads = k_cache.shape[2]
     if num_heads % kv_heads:
         raise ValueError(f"num_heads={num_heads} is not a multiple of the cache's {kv_heads} KV heads")
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("q_norm and k_norm go together: give both or none (qk_norm_rope_store takes one alone)")
     if counters.numel() < qkv.shape[0] * num_heads:
         raise ValueError(f"counters has {counters.numel()} numbers, {qkv.shape[0]} rows x {num_heads} heads need more")
     return _decode_attention(

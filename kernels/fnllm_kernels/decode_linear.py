@@ -1,7 +1,7 @@
 """Triton kernels behind `small_linear` and `norm_linear`, and the choice of their tiles.
 
-For 1 to 4 rows a warp holds whole rows of the weight and multiplies them with every row of x; for 5 to 16 rows the
-program's warps split the length H among them and use the tensor cores.
+For one row, and two of a small weight, a warp holds whole rows of the weight and multiplies them with every row of x;
+for up to 16 rows the program's warps split the length H among them and use the tensor cores.
 """
 
 from typing import NamedTuple
@@ -10,6 +10,7 @@ import torch
 
 from fnllm_kernels.decode_tiles import triton
 from fnllm_kernels.dependent_launch import launch_options
+from fnllm_kernels.layouts import in_pairs
 
 if triton is not None:
     import triton.language as tl
@@ -70,7 +71,7 @@ def row_tiles(rows: int, outputs: int, width: int, gated: bool) -> Tiles:
     return Tiles(4, per_warp, pairs, min(chunks, whole))
 
 
-def dot_tiles(rows: int, outputs: int, width: int, gated: bool) -> DotTiles:
+def dot_tiles(outputs: int, width: int) -> DotTiles:
     """Tiles for up to 16 rows on the tensor cores, from the same sweep: about two programs a multiprocessor."""
     block = min(256 if width < 4096 else 128, triton.next_power_of_2(triton.cdiv(width, 4)))
     return DotTiles(8 if outputs <= 1024 else 16, 4, block, 4)
@@ -101,12 +102,12 @@ if triton is not None:
         CHUNKS: tl.constexpr, UNITS: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr,
         HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
-        """y [T, outputs] for T <= 4; x, norm and w as int32 pairs, WIDTH pairs a row; H in UNITS pieces of CHUNKS."""
+        """y [T, outputs] for few T; x, norm and w as int32 pairs, WIDTH pairs a row; H in UNITS pieces of CHUNKS."""
         EVEN: tl.constexpr = WIDTH % (PAIRS * CHUNKS) == 0
         RR: tl.constexpr = 2 * R if GATED else R
         if PDL and EARLY:
             tl.extra.cuda.gdc_launch_dependents()
-        outputs = outputs.to(tl.int32)
+        outputs = outputs + tl.zeros((), tl.int32)  # a number that is 1 would be a constant, without methods
         warp = tl.arange(0, WARPS)[:, None, None]
         row = (tl.program_id(0) * WARPS + warp) * R
         tiles = unit_weights(w_ptr, row, outputs, 0, WIDTH, PAIRS, CHUNKS, R, EVEN, GATED)
@@ -262,9 +263,11 @@ def launch_linear(x, w, *, bias=None, residual=None, norm=None, eps=0.0, gated=F
     """
     rows, width = x.shape
     outputs = w.shape[0] // 2 if gated else w.shape[0]
-    x, y = x.contiguous(), x.new_empty(rows, outputs)
+    x, y = in_pairs(x), x.new_empty(rows, outputs)
+    norm, bias = None if norm is None else in_pairs(norm), None if bias is None else bias.contiguous()
     if tiles is None:
-        tiles = (row_tiles if prefers_rows(rows, outputs, width) else dot_tiles)(rows, outputs, width, gated)
+        fused = prefers_rows(rows, outputs, width)
+        tiles = row_tiles(rows, outputs, width, gated) if fused else dot_tiles(outputs, width)
     flags = dict(
         GATED=gated, NORM=norm is not None, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         EARLY=tiles.early, num_warps=tiles.warps, **launch_options(x.device, pdl),

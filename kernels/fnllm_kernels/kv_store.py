@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .layouts import ANY_STRIDES
+from .layouts import ANY_STRIDES, vectors
 
 try:
     import triton
@@ -130,6 +130,7 @@ def _store_kv_triton(k, v, k_cache, v_cache, slots):
             "contiguous and the strides equal: allocate each as one [P, S, K, D] tensor"
         )
     k, v = (x if _rows_are_packed(x) else x.contiguous() for x in (k, v))
+    (slots,) = vectors(slots)
     width = k.shape[1] * k.shape[2]
     if k.shape[0] == 0:
         return
@@ -147,7 +148,7 @@ def _copy_blocks_triton(k_cache, v_cache, src, dst):
             f"copy_blocks: caches of strides {k_cache.stride()} and {v_cache.stride()}; a block [S, K, D] must be "
             "contiguous: allocate each cache as one [P, S, K, D] tensor"
         )
-    width = k_cache[0].numel()
+    width, (src, dst) = k_cache[0].numel(), vectors(src, dst)
     block = min(triton.next_power_of_2(width), 4096)
     if src.shape[0] == 0:
         return

@@ -10,6 +10,7 @@ the float32 products of about half of the inputs each, and the norm's kernel add
 Axes: T packed tokens, I inputs, H outputs (hidden).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -33,7 +34,7 @@ def linear_add_rms_norm(
 ) -> tuple[Float[Tensor, "T H"], Float[Tensor, "T H"]]:
     """add_rms_norm(small_linear(x, w), residual, weight, eps), with the same roundings; on a CPU in plain torch.
 
-    Raises ValueError for operands that do not fit, TypeError for mixed dtypes.
+    w is fixed, as `small_linear` has it. Raises ValueError for operands that do not fit, TypeError for mixed dtypes.
     """
     return _linear_add_rms_norm_op(x, w, residual, weight, eps)
 
@@ -85,7 +86,7 @@ def cublas_halves(x: Float[Tensor, "T I"], w: Float[Tensor, "H I"]) -> Float32[T
 
 
 PRODUCTS: dict[Way, Callable[[Tensor, Tensor], Tensor]] = {
-    "whole": run_linear,
+    "whole": functools.partial(run_linear, fixed=True),
     "tiled halves": tiled_halves,
     "cuBLAS halves": cublas_halves,
 }

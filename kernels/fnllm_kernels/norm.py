@@ -116,7 +116,7 @@ def _norm_triton(
 ) -> tuple[Tensor, Tensor]:
     """(normed, sum); x is [T, H] or, with a residual, parts [P, T, H]. pdl: launch dependently (None: if it can)."""
     (tokens, width), parts = x.shape[-2:], x.shape[0] if x.dim() == 3 else 1
-    x = x if x.stride(-1) == 1 and x.dim() == 2 else x.contiguous()
+    x, weight = x if x.stride(-1) == 1 and x.dim() == 2 else x.contiguous(), weight.contiguous()
     y = (x if residual is None else residual).new_empty(tokens, width)
     total = y if residual is None else torch.empty_like(y)
     if residual is not None and residual.stride(1) != 1:

@@ -10,7 +10,7 @@ from torch import Tensor, library
 from .attention_reference import paged_attention_reference
 from .attention_triton import decode_attention_triton
 from .attention_triton_decode import NewHeads, triton
-from .layouts import ANY_STRIDES
+from .layouts import ANY_STRIDES, vectors
 from .qk_norm_rope_store import check_heads, qk_norm_rope_store_reference
 
 
@@ -81,6 +81,7 @@ def qk_norm_rope_attention_triton(
     *, num_heads, scale, window=0, metadata=None, max_context=0, pdl=None,
 ) -> Tensor:  # fmt: skip
     """`qk_norm_rope_attention` by the Triton kernel; pdl: launch dependently (None: where the device can)."""
+    q_norm, k_norm, slots = vectors(q_norm, k_norm, slots)
     new = NewHeads(q_norm, k_norm, eps, cos.contiguous(), sin.contiguous(), slots)
     return decode_attention_triton(
         qkv.unflatten(1, (-1, k_cache.shape[3])), k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,

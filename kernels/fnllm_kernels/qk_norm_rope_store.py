@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .dependent_launch import launch_options
 from .kv_store import store_kv_reference
-from .layouts import ANY_STRIDES
+from .layouts import ANY_STRIDES, vectors
 from .norm import rms_norm_reference
 
 try:
@@ -122,7 +122,7 @@ def _launch(qkv, q_norm, k_norm, eps, cos, sin, k_cache, v_cache, slots, num_hea
             "must be contiguous and the strides equal: allocate each as one [P, S, K, D] tensor"
         )
     qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
-    cos, sin = cos.contiguous(), sin.contiguous()
+    cos, sin, (q_norm, k_norm, slots) = cos.contiguous(), sin.contiguous(), vectors(q_norm, k_norm, slots)
     q = qkv.new_empty(tokens, num_heads, head_dim)
     half = triton.next_power_of_2(head_dim // 2)
     total = num_heads + 2 * num_kv_heads

@@ -3,7 +3,7 @@
 `small_linear` may add a bias and a residual; `norm_linear` puts an RMSNorm before the product; with `gated` the weight
 is a gate_up matrix and the result silu(gate) * up. Three kinds of kernels, and cuBLAS where it is faster:
 - one row, and few rows of a small weight (`decode_linear.py`). On sm_90 they are launched dependently: they fetch their
-  first weights, which no kernel of the step writes, while the kernel before them still runs, and only then wait for its
+  first weights, those of a product that is `fixed`, while the kernel before them still runs, and only then wait for its
   output;
 - other products of up to 256 rows, on sm_90, by tiles that are fetched by TMA (`tiled_linear.py`), and gated ones of
   512 rows and more (`persistent_linear.py`).
@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fnllm_kernels.decode_tiles import triton
+from fnllm_kernels.norm import rms_norm_reference
 from fnllm_kernels.persistent_linear import keeps_busy
 from fnllm_kernels.silu_mul import silu_mul
 from fnllm_kernels.tiled_linear import SMALL_WEIGHT, fetches_tiles, launch_tiled, limits_of
@@ -44,9 +45,7 @@ def check_linear(x, w, *, bias=None, residual=None, norm=None, gated=False) -> N
 def linear_reference(x, w, *, bias=None, residual=None, norm=None, eps=0.0, gated=False) -> Tensor:
     """The same in plain torch, rounding where the model's separate layers round."""
     if norm is not None:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        x = norm * wide.to(x.dtype)
+        x = rms_norm_reference(x, norm, eps)
     y = torch.nn.functional.linear(x, w, bias)
     if gated:
         gate, up = y.chunk(2, dim=-1)
@@ -83,7 +82,7 @@ def prefers_tiles(x, w, gated: bool) -> bool:
     return rows <= 128 and (outputs <= 4096 or (gated and rows > 96))
 
 
-def run_linear(x, w, *, bias=None, residual=None, norm=None, eps=0.0, gated=False) -> Tensor:
+def run_linear(x, w, *, bias=None, residual=None, norm=None, eps=0.0, gated=False, fixed=False) -> Tensor:
     """What the ops run, for other ops to call: the kernel that the operands prefer."""
     check_linear(x, w, bias=bias, residual=residual, norm=norm, gated=gated)
     if bias is None and residual is None and norm is None and prefers_tiles(x, w, gated):
@@ -94,26 +93,31 @@ def run_linear(x, w, *, bias=None, residual=None, norm=None, eps=0.0, gated=Fals
         return linear_reference(x, w, bias=bias, residual=residual, norm=norm, eps=eps, gated=gated)
     from fnllm_kernels.decode_linear import launch_linear
 
-    return launch_linear(x, w, bias=bias, residual=residual, norm=norm, eps=eps, gated=gated)
+    pdl = None if fixed else False
+    return launch_linear(x, w, bias=bias, residual=residual, norm=norm, eps=eps, gated=gated, pdl=pdl)
 
 
 @torch.library.custom_op("fnllm::small_linear", mutates_args=())
-def _small_linear(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool) -> Tensor:
-    return run_linear(x, w, bias=bias, residual=residual, gated=gated)
+def _small_linear(
+    x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, fixed: bool
+) -> Tensor:
+    return run_linear(x, w, bias=bias, residual=residual, gated=gated, fixed=fixed)
 
 
 @_small_linear.register_fake
-def _(x, w, bias, residual, gated):
+def _(x, w, bias, residual, gated, fixed):
     return x.new_empty(x.shape[0], w.shape[0] // 2 if gated else w.shape[0])
 
 
 @torch.library.custom_op("fnllm::norm_linear", mutates_args=())
-def _norm_linear(x: Tensor, norm: Tensor, eps: float, w: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
-    return run_linear(x, w, bias=bias, norm=norm, eps=eps, gated=gated)
+def _norm_linear(
+    x: Tensor, norm: Tensor, eps: float, w: Tensor, bias: Tensor | None, gated: bool, fixed: bool
+) -> Tensor:
+    return run_linear(x, w, bias=bias, norm=norm, eps=eps, gated=gated, fixed=fixed)
 
 
 @_norm_linear.register_fake
-def _(x, norm, eps, w, bias, gated):
+def _(x, norm, eps, w, bias, gated, fixed):
     return x.new_empty(x.shape[0], w.shape[0] // 2 if gated else w.shape[0])
 
 
@@ -124,12 +128,14 @@ def small_linear(
     bias: Float[Tensor, " O"] | None = None,
     residual: Float[Tensor, "T Y"] | None = None,
     gated: bool = False,
+    fixed: bool = False,
 ) -> Float[Tensor, "T Y"]:
     """x @ w.T (+ bias) (+ residual); with gated silu(gate) * up of w's two halves, Y = O / 2.
 
-    Raises ValueError for operands that do not fit, TypeError for mixed dtypes.
+    fixed: w and bias are parameters, which no kernel of the step writes, so that they may be fetched before the kernel
+    launched last has ended. Raises ValueError for operands that do not fit, TypeError for mixed dtypes.
     """
-    return _small_linear(x, w, bias, residual, gated)
+    return _small_linear(x, w, bias, residual, gated, fixed)
 
 
 def norm_linear(
@@ -140,6 +146,7 @@ def norm_linear(
     *,
     bias: Float[Tensor, " O"] | None = None,
     gated: bool = False,
+    fixed: bool = False,
 ) -> Float[Tensor, "T Y"]:
     """small_linear of RMSNorm(x); the norm is worked out by each program, so it costs no kernel of its own."""
-    return _norm_linear(x, norm, eps, w, bias, gated)
+    return _norm_linear(x, norm, eps, w, bias, gated, fixed)

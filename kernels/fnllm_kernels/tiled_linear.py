@@ -13,6 +13,7 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 
 from fnllm_kernels.dependent_launch import launch_options
+from fnllm_kernels.layouts import in_order
 from fnllm_kernels.persistent_linear import keeps_busy, launch_persistent
 
 try:
@@ -198,7 +199,7 @@ def _launch(
     early: bool | None,
 ) -> Tensor:
     """`launch_tiled` or, with a number of parts, `launch_tiled_parts`."""
-    x, w = x.contiguous(), w.contiguous()
+    x, w = in_order(x), in_order(w)
     (tokens, inputs), outputs = x.shape, w.shape[0] // 2 if gated else w.shape[0]
     shape, dtype = ((tokens, outputs), x.dtype) if parts is None else ((parts, tokens, outputs), torch.float32)
     if 0 in shape:

@@ -92,7 +92,7 @@ def test_inductor_fuses_and_finds_the_graph_on_disk_again(monkeypatch):
     w, weight = torch.randn(8, 6), torch.randn(8)
 
     def separate(x, w, residual, weight):
-        product = torch.ops.fnllm.small_linear(x, w, None, None, False)
+        product = torch.ops.fnllm.small_linear(x, w, None, None, False, True)
         return torch.ops.fnllm.add_rms_norm(product, residual, weight, 1e-5)
 
     def compiled():

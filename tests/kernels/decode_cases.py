@@ -31,7 +31,24 @@ def error(got, expected):
     return float((got.double() - expected.double()).norm() / (expected.double().norm() + 1e-30))
 
 
-def linear(name, rows, width, outputs, tiles, *, norm=False, bias=False, residual=False, gated=False):
+def spread(x):
+    """The same vector with something else between its numbers."""
+    return torch.stack((x, torch.full_like(x, 9)), 1)[:, 0]
+
+
+def between(x):
+    """The same row, which begins between two pairs of numbers."""
+    return torch.cat((x[:, :1], x), 1)[:, 1:]
+
+
+def turned(x):
+    """The same row, as a column that was turned: contiguous, with a stride of one along both."""
+    return x.t().contiguous().t()
+
+
+def linear(
+    name, rows, width, outputs, tiles, *, norm=False, bias=False, residual=False, gated=False, of_x=None, vector=None
+):
     x, w = random(rows, width), random(outputs, width, scale=0.2)
     given = {"gated": gated, "eps": 1e-6}
     if norm:
@@ -42,10 +59,13 @@ def linear(name, rows, width, outputs, tiles, *, norm=False, bias=False, residua
         given["residual"] = random(rows, outputs)
     exact = {k: v.double() if torch.is_tensor(v) else v for k, v in given.items()}
     expected = linear_reference(x.double(), w.double(), **exact)
+    x = x if of_x is None else of_x(x)
+    if vector is not None:
+        given |= {name: vector(given[name]) for name in ("norm", "bias") if name in given}
     return {"name": name, "y": error(launch_linear(x, w, tiles=tiles, **given), expected)}
 
 
-def attention(name, contexts, heads, kv_heads, head_dim, block_size, window=0, norm=True, **options):
+def attention(name, contexts, heads, kv_heads, head_dim, block_size, window=0, norm=True, vector=None, **options):
     rows, blocks = len(contexts), max(1, -(-max(contexts) // block_size))
     order = torch.randperm(rows * blocks + 3)[: rows * blocks].view(rows, blocks).int()
     tables = order.clone()
@@ -66,6 +86,8 @@ def attention(name, contexts, heads, kv_heads, head_dim, block_size, window=0, n
     counters = torch.zeros(rows * heads, dtype=torch.int32)
     fixed = (qkv, *norms, 1e-6, angles.cos(), angles.sin())
     expected = decode_attention_reference(*fixed, *expected_caches, tables, lens, slots, heads, head_dim**-0.5, window)
+    if vector is not None:
+        fixed, lens, slots = (qkv, *map(vector, norms), *fixed[3:]), vector(lens), vector(slots)
     got = launch_decode_attention(
         *fixed, *caches, tables, lens, slots, counters, heads, head_dim**-0.5, window, **options
     )
@@ -83,9 +105,16 @@ CASES = {
         lambda: linear("gated in units", 2, 40, 10, Tiles(2, 2, 8, 1), norm=True, gated=True, bias=True),
         lambda: linear("gated, three rows a warp", 2, 40, 22, Tiles(2, 3, 8, 4), norm=True, gated=True),
         lambda: linear("residual", 2, 24, 10, Tiles(2, 2, 8, 4), residual=True),
+        lambda: linear("one output", 1, 32, 1, Tiles(2, 1, 8, 2)),
+        lambda: linear("vectors apart", 1, 32, 10, Tiles(2, 2, 8, 2), norm=True, bias=True, vector=spread),
+        lambda: linear("a row between pairs", 1, 32, 10, Tiles(2, 1, 8, 2), of_x=between),
+        lambda: linear("a turned row", 1, 32, 10, Tiles(2, 1, 8, 2), of_x=turned),
         lambda: linear("tensor cores", 5, 64, 10, DotTiles(8, 2, 16, 4)),
         lambda: linear(
             "tensor cores, all options", 16, 80, 20, DotTiles(8, 2, 16, 4), norm=True, bias=True, residual=True
+        ),
+        lambda: linear(
+            "tensor cores, vectors apart", 5, 64, 10, DotTiles(8, 2, 16, 4), norm=True, bias=True, vector=spread
         ),
         lambda: linear("tensor cores, gated", 5, 80, 20, DotTiles(8, 2, 16, 4), norm=True, bias=True, gated=True),
     ],
@@ -95,6 +124,7 @@ CASES = {
         lambda: attention("window", [37, 20], 4, 2, 32, 8, window=7, splits=4, warps=1, keys=8, least=8),
         lambda: attention("no norm, one split", [37, 20], 2, 2, 32, 16, norm=False, splits=1, warps=1, keys=8, least=8),
         lambda: attention("a head each", [37, 20], 4, 2, 32, 8, splits=4, warps=1, keys=8, least=8, each=1),
+        lambda: attention("vectors apart", [37, 20], 4, 2, 32, 8, vector=spread, splits=4, warps=1, keys=8, least=8),
         lambda: attention("groups of three", [130], 6, 2, 32, 16, window=100, splits=8, warps=1, keys=8, least=16),
     ],
 }

@@ -54,6 +54,13 @@ else:
         assert cases.relative_error(out, cases.exact_attention(inputs, **static)) < 2e-6
         assert (out[inputs["cu_seqlens_q"][-1] :] == 0).all()
 
+    def test_attention_takes_lengths_of_any_stride():
+        for name, form in (("mixed", {}), ("decode-odd-heads", {}), ("mixed", {"invariant": True})):
+            inputs, static = inputs_of(ALL[name]), cases.static_arguments(ALL[name]) | form
+            want = attention_triton.paged_attention_triton(**inputs, **static)
+            apart = {key: cases.apart(inputs[key]) for key in ("context_lens", "cu_seqlens_q")}
+            assert torch.equal(attention_triton.paged_attention_triton(**inputs | apart, **static), want)
+
     @pytest.mark.parametrize("name", ["decode-odd-heads", "mixed"])
     def test_attention_of_float16(name):  # the interpreter truncates to bfloat16 where hardware rounds
         inputs, static = inputs_of(ALL[name], torch.float16), cases.static_arguments(ALL[name])
@@ -172,6 +179,14 @@ else:
     def test_decode_from_the_projection(name):
         decode_step(name)
 
+    def test_decode_from_the_projection_takes_vectors_of_any_stride():
+        options = {"device": "cpu", "seed": 2, "poison": 7.0, "norm": True, "dtype": torch.float32}
+        usual, strided = (cases.decode_step_case(cases.DECODE_NEW["decode"], **options) for _ in range(2))
+        for name in ("q_norm", "k_norm", "slots", "context_lens", "cu_seqlens_q"):
+            strided[name] = cases.apart(strided[name])
+        assert torch.equal(qk_norm_rope_attention_triton(**strided), qk_norm_rope_attention_triton(**usual))
+        assert torch.equal(strided["k_cache"], usual["k_cache"])
+
     @pytest.mark.parametrize("name", ["decode-odd-heads", "decode-split"])
     def test_decode_from_the_projection_of_float16_without_norms(name):
         decode_step(name, norm=False, dtype=torch.float16, bound=2e-3)
@@ -240,6 +255,18 @@ else:
         assert torch.equal(case.v_cache.double(), want_v)
         assert ((case.k_cache == 7) == (want_k == 7)).all()
 
+    def test_qk_norm_rope_store_takes_vectors_of_any_stride():
+        options = {"norm": True, "dtype": torch.float32, "device": "cpu", "seed": 3}
+        usual, strided = (cases.rope_case(4, 2, 8, 4, **options) for _ in range(2))
+        strided = strided._replace(**{n: cases.apart(getattr(strided, n)) for n in ("q_norm", "k_norm", "slots")})
+        assert torch.equal(qk_norm_rope_store._launch(*strided), qk_norm_rope_store._launch(*usual))
+        assert torch.equal(strided.k_cache, usual.k_cache) and torch.equal(strided.v_cache, usual.v_cache)
+
+    def test_norm_takes_a_weight_of_any_stride():
+        x, weight = torch.randn(3, 16), torch.randn(16)
+        want = norm._norm_triton(x, None, weight, 1e-5)[0]
+        assert torch.equal(norm._norm_triton(x, None, cases.apart(weight), 1e-5)[0], want)
+
     @pytest.mark.parametrize("width", [8, 7, 300])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
     def test_norms(width, dtype):
@@ -278,17 +305,19 @@ else:
         k_cache, v_cache = torch.randn(2, 2, 4, 3, 5)
         k, v = torch.randn(2, 4, 3, 5)
         slots = torch.tensor([5, -1, 0, -1], dtype=torch.int32)
-        want = k_cache.clone(), v_cache.clone()
-        kv_store.store_kv_reference(k, v, *want, slots)
-        kv_store._store_kv_triton(k, v, k_cache, v_cache, slots)
-        assert torch.equal(k_cache, want[0]) and torch.equal(v_cache, want[1])
+        for given in (slots, cases.apart(slots)):
+            want = k_cache.clone(), v_cache.clone()
+            kv_store.store_kv_reference(k, v, *want, slots)
+            kv_store._store_kv_triton(k, v, k_cache, v_cache, given)
+            assert torch.equal(k_cache, want[0]) and torch.equal(v_cache, want[1])
+            k, v = k + 1, v + 1
 
     def test_copy_blocks():
         k_cache, v_cache = torch.randn(2, 5, 4, 3, 5)
         pairs = torch.tensor([3, -1, 0], dtype=torch.int32), torch.tensor([1, -1, 4], dtype=torch.int32)
         want = k_cache.clone(), v_cache.clone()
         kv_store.copy_blocks_reference(*want, *pairs)
-        kv_store._copy_blocks_triton(k_cache, v_cache, *pairs)
+        kv_store._copy_blocks_triton(k_cache, v_cache, *map(cases.apart, pairs))
         assert torch.equal(k_cache, want[0]) and torch.equal(v_cache, want[1])
 
     def test_zero_tail_clears_only_the_rows_past_the_end():

@@ -25,8 +25,8 @@ def test_reference_matches_float64():
 
 def test_custom_ops_are_well_formed():
     x, w, norm = torch.randn(3, 8), torch.randn(10, 8), torch.randn(8)
-    library.opcheck(torch.ops.fnllm.small_linear, (x, w, None, torch.randn(3, 10), False))
-    library.opcheck(torch.ops.fnllm.norm_linear, (x, norm, 1e-6, w, None, True))
+    library.opcheck(torch.ops.fnllm.small_linear, (x, w, None, torch.randn(3, 10), False, True))
+    library.opcheck(torch.ops.fnllm.norm_linear, (x, norm, 1e-6, w, None, True, False))
 
 
 @pytest.mark.parametrize(

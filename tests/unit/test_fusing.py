@@ -11,7 +11,7 @@ FUSED = "fnllm.linear_add_rms_norm.default"
 
 
 def product(x, w):
-    return linear(x, w, None, None, False)
+    return linear(x, w, None, None, False, True)
 
 
 def inputs():
@@ -78,15 +78,15 @@ def as_the_residual(x, w, residual, weight, bias):
 
 
 def with_a_bias(x, w, residual, weight, bias):
-    return add_norm(linear(x, w, bias, None, False), residual, weight, 1e-5)
+    return add_norm(linear(x, w, bias, None, False, True), residual, weight, 1e-5)
 
 
 def with_a_residual(x, w, residual, weight, bias):
-    return add_norm(linear(x, w, None, residual, False), residual, weight, 1e-5)
+    return add_norm(linear(x, w, None, residual, False, True), residual, weight, 1e-5)
 
 
 def with_a_gate(x, w, residual, weight, bias):
-    return add_norm(linear(x, w, None, None, True), residual[:, :4], weight[:4], 1e-5)
+    return add_norm(linear(x, w, None, None, True, True), residual[:, :4], weight[:4], 1e-5)
 
 
 def with_something_between(x, w, residual, weight, bias):
@@ -97,14 +97,18 @@ def norm_of_tokens(x, w, residual, weight, bias):
     return add_norm(product(x, w)[1:], residual[1:], weight, 1e-5)
 
 
+def of_a_weight_made_in_the_step(x, w, residual, weight, bias):
+    return add_norm(linear(x, w, None, None, False, False), residual, weight, 1e-5)
+
+
 def normed_before(x, w, residual, weight, bias):
-    return add_norm(torch.ops.fnllm.norm_linear(x, weight[:6], 1e-5, w, None, False), residual, weight, 1e-5)
+    return add_norm(torch.ops.fnllm.norm_linear(x, weight[:6], 1e-5, w, None, False, True), residual, weight, 1e-5)
 
 
 @pytest.mark.parametrize(
     "function",
     [used_again, its_own_residual, as_the_residual, with_a_bias, with_a_residual, with_a_gate, with_something_between,
-     norm_of_tokens, normed_before],
+     norm_of_tokens, of_a_weight_made_in_the_step, normed_before],
 )  # fmt: skip
 def test_anything_else_is_left_alone(function):
     before, after, _ = passed(function, inputs())
