@@ -62,3 +62,8 @@ class Built:
 def functions_in(spec: StepSpec) -> tuple[Layers, tuple[Channel, ...], tuple[Callable, ...]]:
     """The functions that a caller may give to a step."""
     return spec.layers, spec.edits, spec.features.logits_fns
+
+
+def functions_of(spec: StepSpec) -> list[Callable]:
+    """The same one by one, and fnllm's own among them."""
+    return [*spec.layers, *(channel.apply for channel in spec.edits), *spec.features.logits_fns]

@@ -25,6 +25,7 @@ from fnllm_kernels import linear_add_norm
 from fnllm_weights import ParamTree
 
 Report = Callable[[str], None]  # takes a line for each thing that is built
+Place = tuple[int, tuple[int, ...], tuple[int, ...]]  # a tensor's address, shape and strides
 
 
 class Resident(NamedTuple):
@@ -64,7 +65,7 @@ class Recorded:
     sent: HostInputs | None
     output: StepOutput
     tree: ParamTree
-    addresses: list[int]  # of its tensors when the graph was captured
+    places: list[Place]  # of its tensors when the graph was captured
 
 
 class StepRunner:
@@ -76,6 +77,7 @@ class StepRunner:
         self.graphs: dict[Bucket, Recorded] = {}
         self.pool = torch.cuda.graph_pool_handle() if settings.captured else None
         self.compiled: dict[tuple[bool, int], Callable[..., StepOutput]] = {}
+        self.stale = 0  # how often what its functions hold has become another since it was last compiled from nothing
 
     def __call__(
         self, tree: ParamTree, host: HostInputs, *, max_context: int, as_graph: bool, report: Report
@@ -100,15 +102,27 @@ class StepRunner:
     def replay(self, tree: ParamTree, host: HostInputs, bucket: Bucket, report: Report) -> StepOutput:
         """Run one step by its bucket's graph, recorded first if there is none for these parameters."""
         graph = self.graphs.get(bucket)
-        if graph is None or not same_storage(graph.tree, tree):
+        if graph is None or (graph.tree is not tree and graph.places != places(tree)):
             graph = self.graphs[bucket] = self.record(tree, bucket, report)
         self.refresh(graph, host)
         graph.graph.replay()
         return graph.output
 
     def drop_moved(self) -> None:
-        """Drop the graphs whose parameters lie elsewhere by now, in the same tree: in other tensors or storages."""
-        self.graphs = {key: one for key, one in self.graphs.items() if addresses(one.tree) == one.addresses}
+        """Drop the graphs whose parameters lie elsewhere or otherwise by now, in the same tree."""
+        self.graphs = {key: one for key, one in self.graphs.items() if places(one.tree) == one.places}
+
+    def start_over(self) -> None:
+        """Capture anew: the graphs hold what the step's functions held, or where that lay.
+
+        torch.compile makes another graph of operations for each number that a function holds, and keeps those before,
+        but refuses after so many.
+        """
+        self.graphs.clear()
+        self.stale += 1
+        if self.settings.traced and self.stale >= torch._dynamo.config.recompile_limit:
+            self.compiled.clear()
+            self.stale = 0
 
     def function(self, bucket: Bucket) -> Callable[..., StepOutput]:
         """The step as a function of (tree, resident, inputs): eager, or compiled once for all sizes but one entry."""
@@ -169,7 +183,7 @@ class StepRunner:
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             output = run(tree, self.resident, inputs)
         report(f"captured {bucket.name} in {time.perf_counter() - began:.1f} s")
-        found = Recorded(graph, inputs, None, output, tree, addresses(tree))
+        found = Recorded(graph, inputs, None, output, tree, places(tree))
         # At the program's end too, where NCCL waits for every graph that holds its collectives.
         weakref.finalize(found, graph.reset)
         return found
@@ -201,15 +215,6 @@ def graphs_traced() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def addresses(tree: ParamTree) -> list[int]:
-    """Where the tensors of a parameter tree lie."""
-    return [leaf.data_ptr() for leaf in tensors_of(tree)]
-
-
-def same_storage(a: Any, b: Any) -> bool:
-    """Whether two parameter trees are the same tensors, so that a graph captured with one computes with the other."""
-    if isinstance(a, Tensor):
-        return a is b or a.data_ptr() == b.data_ptr()
-    if isinstance(a, dict):
-        return a is b or all(same_storage(a[key], b[key]) for key in a)
-    return a is b or all(same_storage(x, y) for x, y in zip(a, b, strict=True))
+def places(tree: ParamTree) -> list[Place]:
+    """Where the tensors of a parameter tree lie, and how: a graph captured with one tree computes with all such."""
+    return [(leaf.data_ptr(), leaf.shape, leaf.stride()) for leaf in tensors_of(tree)]

@@ -19,6 +19,7 @@ from fnllm.options import EngineOptions
 from fnllm.parameters import check_model
 from fnllm.progress import Meter, is_terminal
 from fnllm.prompts import normalise, pair_sampling
+from fnllm.sampler import prompt_seed
 from fnllm.sampling import Sampling, check_sampling, check_seed, from_defaults
 from fnllm.scheduler import Request, SchedulerConfig, TokenIds, blocks_for, check_prompt_length, length_limit
 from fnllm.scoring import prompt_logprobs
@@ -169,7 +170,8 @@ def hand_in(
             except ValueError as error:
                 raise ValueError(f"prompts[{index}]: {error}") from None
             for sample in range(sampling.n):
-                requests.append(worker.request_of(ids, sampling, seed + index, sample, edits=edits, capture=capture))
+                own = prompt_seed(seed, index)
+                requests.append(worker.request_of(ids, sampling, own, sample, edits=edits, capture=capture))
                 tracks.append(track(params, index, sample, ids, sampling, live, now, capture))
         except (TypeError, ValueError) as error:
             if errors == "raise":
@@ -253,15 +255,18 @@ def run(
             elif flight is None:
                 raise RuntimeError(f"the scheduler has {len(tracks)} requests and no step for them")
     finally:
-        machine.rest_at(settled(worker, state, flight))
         if meter is not None:
             meter.close()
+        machine.rest_at(settled(worker, state, flight))
 
 
 def settled(worker: Engine, state: State, flight: Flight | None) -> State | None:
     """The state without its sequences, so that none is left for the next call; None where a step broke off half-way."""
     if flight is not None and flight.plan.step == state.scheduler.next_commit:
-        state, _ = worker.collect(state, flight)
+        try:
+            state, _ = worker.collect(state, flight)
+        except Exception:  # the device is lost, as whoever asks it next is told
+            return None
     if state.scheduler.next_commit != state.scheduler.next_step:
         return None
     for seq_id, _ in state.scheduler.sequences.items():

@@ -23,7 +23,7 @@ class Seen(NamedTuple):
     """Tensors and constants at one look."""
 
     leaves: list[Tensor]  # kept, so that no other tensor gets their identity
-    places: list[tuple[int, int]]  # identity and address of each
+    places: list[tuple]  # identity, address, shape and strides of each
     constants: list[tuple[type, Hashable]]
     writes: list[int]  # how often each was written, as PyTorch counts it
 
@@ -37,7 +37,7 @@ class Held(NamedTuple):
 
 def look(leaves: list[Tensor], constants: list[tuple[type, Hashable]]) -> Seen:
     """What tells these tensors from others, and from themselves before a write; none of them is read."""
-    places = [(id(leaf), leaf.data_ptr()) for leaf in leaves]
+    places = [(id(leaf), leaf.data_ptr(), leaf.shape, leaf.stride()) for leaf in leaves]
     return Seen(leaves, places, constants, [writes_to(leaf) for leaf in leaves])
 
 
@@ -55,7 +55,7 @@ class Versions:
 
     def __init__(self) -> None:
         self.changes = 1
-        self.first = 1  # the number of groups that were not looked at before: nothing is computed by them yet
+        self.first = 1  # given to a group at its first look: nothing is computed by it yet
         self.seen: dict[Hashable, tuple[Seen, int]] = {}  # at the last look, and the number given then
 
     def of(self, key: Hashable, leaves: list[Tensor], constants: Sequence = ()) -> tuple[int, bool]:

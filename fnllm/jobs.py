@@ -1,5 +1,6 @@
 """What a machine is told beside its plans: what a caller changed of the computation, and what each request asks for."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from fnllm.capture import NOTHING, Capture
@@ -14,6 +15,11 @@ class Variant(NamedTuple):
     layers: Layers = Layers()
     edits: tuple[Channel, ...] = ()  # which its requests may use
     capture: tuple[str, ...] = ()  # sites, of which its requests may ask
+
+    def own_functions(self) -> list[Callable]:
+        """The functions that are not fnllm's own layers, in one order on all ranks."""
+        own = [mine for mine, usual in zip(self.layers, Layers(), strict=True) if mine is not usual]
+        return [*own, *(channel.apply for channel in self.edits)]
 
 
 class Job(NamedTuple):

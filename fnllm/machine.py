@@ -13,7 +13,7 @@ import torch
 
 from fnllm.ambient import full_collections_off
 from fnllm.buckets import common_buckets, context_bound, pad_to_power, padded, padding
-from fnllm.built import Built
+from fnllm.built import Built, functions_of
 from fnllm.cache import allocate, block_bytes, blocks_that_fit, host_memory, zero_broken_blocks
 from fnllm.compiled import Report, Resident, StepRunner, graphs_traced
 from fnllm.distributed import least
@@ -150,34 +150,33 @@ class Machine:
         if moved:
             for runner in self.runners.values():
                 runner.drop_moved()
-        own = [mine for mine, usual in zip(variant.layers, Layers(), strict=True) if mine is not usual]
-        for function in (*own, *(channel.apply for channel in variant.edits)):
-            held = held_by([function])
-            if held.leaves or held.constants:
-                number, stale = self.versions.of(function, held.leaves, held.constants)
-                version = max(version, number)
-                if stale:
-                    self.drop_graphs(function)
-        return version
+        return max((version, *map(self.version_held, variant.own_functions())))
 
-    def notice_replaced(self, params: Params, variant: Variant) -> None:
-        """Look at the weights if others lie in the tree than at the last look, before a step that may not ask.
+    def version_held(self, function: Callable) -> int:
+        """A number that changes whenever what a function holds does; graphs with what it held before are dropped."""
+        held = held_by([function])
+        number, stale = self.versions.of(function, held.leaves, held.constants)
+        if stale:
+            for spec, runner in self.runners.items():
+                if function in functions_of(spec):
+                    runner.start_over()
+        return number
 
-        Else a graph would go on with those that it was captured with, and what sequences fill with others that lie
-        there for a while only would be found under the version of those before and after.
+    def notice_changes(self, params: Params, variant: Variant) -> None:
+        """Look at what may have become another since the last step, before a step that need not ask for a version.
+
+        Else a graph would go on with what it was captured with, and what sequences fill by weights or numbers that hold
+        for a while only would be found under the version of those before and after.
         """
         if not same_tensors(params.tree, self.tree_seen):
             self.version_of(params, variant)
+        else:
+            for function in variant.own_functions():
+                self.version_held(function)
 
     def weights_changed(self) -> None:
         """Count the weights, and what functions hold, as changed: they were written in a way that PyTorch misses."""
         self.versions.forget()
-
-    def drop_graphs(self, function: Callable) -> None:
-        """Let the steps around a function be captured anew: their graphs hold what it held, or where that lay."""
-        for spec, runner in self.runners.items():
-            if function in functions_of(spec.layers, spec.edits):
-                runner.graphs.clear()
 
     @contextlib.contextmanager
     def one_step(self) -> Iterator[None]:
@@ -206,7 +205,7 @@ class Machine:
 
         The output lies in buffers that the next step writes over.
         """
-        self.notice_replaced(params, variant)
+        self.notice_changes(params, variant)
         self.writes.follow(plan)
         self.apply(plan, job_of, variant.edits)
         inputs, as_graph = padded(plan, self.settings, self.device.type == "cuda")
@@ -300,7 +299,10 @@ class Machine:
             numbers = torch.tensor(self.features.function_numbers(), dtype=torch.int32, device="cpu")
             where = send(torch.from_numpy(plan.rows.astype(np.int64)), self.device)
             self.resident.rows.sampler.logits_fn.index_copy_(0, where, send(numbers, self.device))
-        return rounded(self.features.together)
+        features = self.features.together
+        for function in features.logits_fns:
+            self.version_held(function)  # no cache depends on it, but graphs do
+        return rounded(features)
 
     def runner(self, variant: Variant, features: SamplerFeatures, tree: ParamTree) -> StepRunner:
         """The runner for a variant and what its sampler must do; tried and built at first use."""
@@ -316,7 +318,7 @@ class Machine:
         )
         if spec not in self.runners:
             if self.built.make_room(spec, lambda: dataclasses.replace(self.spec, layers=self.layers_of(Variant()))):
-                kept = {f for one in (spec, *self.runners) for f in functions_of(one.layers, one.edits)}
+                kept = {function for one in (spec, *self.runners) for function in functions_of(one)}
                 self.versions.keep(lambda function: function in kept)
             rows = self.resident.rows._replace(edits=self.choices_of(variant.edits))
             resident = self.resident._replace(rows=rows)
@@ -347,16 +349,12 @@ class Machine:
         self.version_of(params, variant)  # so that it is noticed if they lie elsewhere when the graphs are used
         if not self.settings.captured:
             return
-        runner, scratch = self.runner(variant, rounded(features), params.tree), self.settings.max_num_seqs
+        scratch = self.settings.max_num_seqs
         with torch.no_grad(), full_collections_off(self.graphs_traced):
+            runner = self.runner(variant, rounded(features), params.tree)
             for bucket in common_buckets(self.settings):
                 empty = padding(bucket.entries, bucket.tokens, None, scratch)
                 runner(params.tree, empty, max_context=bucket.max_context, as_graph=True, report=report)
-
-
-def functions_of(layers: Layers, edits: tuple[Channel, ...]) -> list[Callable]:
-    """The functions that a step around these calls, in one order on all ranks."""
-    return [*layers, *(channel.apply for channel in edits)]
 
 
 def plain_spec(params: Params, settings: Settings, tp: TensorParallel) -> StepSpec:

@@ -19,13 +19,17 @@ def empty_rows(max_num_seqs: int, max_blocks: int, max_model_len: int, device: t
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
+    # A logits_fn sees all rows of a batch. One that nobody looks back to holds a token of no meaning, so that the last
+    # one can be looked up in every row.
+    one = torch.ones(count, dtype=torch.int64, device=device)
+    history = empty_history(count, max_model_len, device)._replace(lengths=one, prompt_lengths=one.clone())
     return Rows(
         length=zeros(count),
         last_token=zeros(count, dtype=torch.int64),
         prompt_length=zeros(count),
         block_table=zeros(count, max_blocks),
         sampler=default_rows(count, device),
-        history=empty_history(count, max_model_len, device),
+        history=history,
     )
 
 

@@ -66,8 +66,9 @@ def score(
     From raw logits, without temperature or filters. Differentiable with respect to `params.tree`, and to the values of
     edits, in grad mode; `checkpoint` recomputes each sublayer in the backward pass instead of keeping its activations.
     With `capture` (as in `generate`; a sequence counts as a prompt) the results are `Scored`. `numerics` as in
-    `EngineOptions`. Sequences are packed into passes of at most `max_batched_tokens` tokens (a longer one makes a pass
-    of its own). Raises ValueError for an empty sequence, an id outside the vocabulary, or a limit below one token.
+    `EngineOptions`. Sequences are packed in their order into passes of at most `max_batched_tokens` tokens, counting
+    each as long as the longest of its pass (a longer one makes a pass of its own). Raises ValueError for an empty
+    sequence, an id outside the vocabulary, or a limit below one token.
     """
     layers = check_model(params, layers)
     given = list(sequences) if isinstance(sequences, Iterator) else sequences
@@ -152,19 +153,21 @@ def passes(
 
 
 def packs(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Indices grouped in order so that each group's lengths sum to at most `limit`, one at least in each.
+    """Indices grouped in order so that each group, padded to its longest, has at most `limit` tokens, or one sequence.
 
-    >>> packs([3, 4, 9, 1], 8)
-    [[0, 1], [2], [3]]
+    Attention pads so (packed_attention.py).
+
+    >>> packs([3, 4, 9, 1, 1, 1, 5], 8)
+    [[0, 1], [2], [3, 4, 5], [6]]
     """
     groups: list[list[int]] = []
-    room = 0
+    longest = 0
     for index, length in enumerate(lengths):
-        if not groups or length > room:
+        longest = max(longest, length)
+        if not groups or longest * (len(groups[-1]) + 1) > limit:
             groups.append([])
-            room = limit
+            longest = length
         groups[-1].append(index)
-        room -= length
     return groups
 
 

@@ -162,6 +162,11 @@ def child_seed(seed: int, index: int) -> int:
     return signed_64(seed + index * 0x9E3779B97F4A7C15)
 
 
+def prompt_seed(seed: int, index: int) -> int:
+    """The seed of prompt `index` of a call, whose first prompt keeps the call's; calls with close seeds share none."""
+    return signed_64(seed + index * 0xD1B54A32D192ED03)
+
+
 def signed_64(value: int) -> int:
     """The integer in [-2**63, 2**63) that equals `value` modulo 2**64."""
     return (value + 2**63) % 2**64 - 2**63

@@ -98,6 +98,27 @@ def test_weights_of_a_second_model_have_fixed_sizes(monkeypatch):
         assert widths and all(isinstance(size, int) for shape in widths for size in shape)
 
 
+@pytest.mark.parametrize("kind", ["layer", "logits_fn"])
+def test_a_function_may_hold_more_numbers_one_after_the_other_than_are_traced_for_one_step(single, counter, kind):
+    held = [1.0]
+
+    def scaled(p, x, ctx):
+        return mlp(p, x, ctx) * held[0]
+
+    def leaning(logits, history):
+        return logits + held[0] * torch.arange(logits.shape[1])
+
+    def tokens(**options):
+        layers = fnllm.Layers()._replace(mlp=scaled) if kind == "layer" else None
+        sampling = GREEDY if kind == "layer" else replace(GREEDY, logits_fn=leaning)
+        return [out.token_ids for out in fnllm.generate(single, PROMPTS, sampling, layers=layers, **SMALL, **options)]
+
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for number in range(4):
+            held[0] = 0.3 * number
+            assert tokens(compile="inductor") == tokens(), number
+
+
 def test_a_swap_costs_one_step_more_and_leaves_the_plain_one_alone(single, counter):
     swaps = example("swap_layers")
     options = {"compile": "inductor", "prefix_cache": False}

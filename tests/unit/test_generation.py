@@ -450,6 +450,36 @@ def test_an_interrupt_inside_a_step_leaves_no_sequence_behind(monkeypatch, where
     assert ids(fnllm.generate(params, PROMPTS, SHORT, **SMALL)) == expected
 
 
+def test_the_first_error_of_a_lost_device_is_the_one_raised(monkeypatch):
+    """What it says to those who ask it again neither hides that nor keeps the meter open."""
+    params, launches, closed = tiny()._replace(workspace={}), [], []
+    launch = fnllm.engines.Engine.launch
+
+    def lost(self, state):
+        launches.append(None)
+        if len(launches) == 3:
+            raise MemoryError("the first")
+        return launch(self, state)
+
+    def asked_again(self, state, flight):
+        raise RuntimeError("the second")
+
+    monkeypatch.setattr(fnllm.engines.Engine, "launch", lost)
+    monkeypatch.setattr("fnllm.generation.Meter.close", lambda self: closed.append(None))
+    monkeypatch.setattr("fnllm.machine.Machine.asynchronous", True)
+    collect = fnllm.engines.Engine.collect
+
+    def once(self, state, flight):
+        monkeypatch.setattr(fnllm.engines.Engine, "collect", asked_again)
+        return collect(self, state, flight)
+
+    monkeypatch.setattr(fnllm.engines.Engine, "collect", once)
+    with pytest.raises(MemoryError, match="the first"):
+        fnllm.generate(params, PROMPTS, SHORT, progress=True, **SMALL)
+    assert closed == [None]
+    assert machine_of(params, **SMALL).idle is None
+
+
 def test_a_failing_layer_leaves_no_sequence_behind():
     params, calls = tiny(6), []
 

@@ -16,7 +16,7 @@ import fnllm.built
 import fnllm.machine
 from fnllm.batch import StepInputs
 from fnllm.buckets import HostInputs
-from fnllm.compiled import Recorded, addresses
+from fnllm.compiled import Recorded, places
 from fnllm.held import in_own_containers, same_tensors
 from fnllm.sampler import SamplerFeatures
 
@@ -80,7 +80,13 @@ def give_tensor(tree):
     tree["layers"][1]["down"] = tree["layers"][1]["down"].clone()
 
 
-@pytest.mark.parametrize("move", [give_storage, give_tensor])
+def give_strides(tree):
+    """The same memory, read otherwise."""
+    weight = tree["layers"][1]["down"]
+    tree["layers"][1]["down"] = weight.as_strided(weight.shape, (1, weight.shape[0]))
+
+
+@pytest.mark.parametrize("move", [give_storage, give_tensor, give_strides])
 def test_graphs_go_with_parameters_that_move_within_their_tree(move, unchecked):
     mine, others = (copy.deepcopy(tiny(0).tree) for _ in range(2))
     params = tiny(0)._replace(tree=mine, workspace={})
@@ -88,13 +94,114 @@ def test_graphs_go_with_parameters_that_move_within_their_tree(move, unchecked):
     (machine,) = params.workspace.values()
     (runner,) = machine.runners.values()
     for name, tree in (("mine", mine), ("others", others)):
-        runner.graphs[name] = Recorded(None, None, None, None, tree, addresses(tree))
+        runner.graphs[name] = Recorded(None, None, None, None, tree, places(tree))
     generate(params._replace(tree=others))
     generate(params)
     assert [*runner.graphs] == ["mine", "others"], "trees that take turns leave each other's graphs alone"
     move(mine)
     generate(params)
     assert [*runner.graphs] == ["others"]
+
+
+def test_a_graph_does_not_serve_a_tree_that_reads_its_memory_otherwise():
+    tree = copy.deepcopy(tiny(0).tree)
+    other = {**tree, "layers": [dict(layer) for layer in tree["layers"]]}
+    assert places(tree) == places(other)
+    give_strides(other)
+    assert places(tree) != places(other)
+
+
+class Bias:
+    """A logits_fn that favours a token."""
+
+    def __init__(self, token):
+        self.bias = torch.zeros(tiny(0).config.vocab_size)
+        self.bias[token] = 1e4
+
+    def __call__(self, logits, history):
+        return logits + self.bias
+
+
+@pytest.mark.parametrize("while_it_runs", [False, True])
+def test_graphs_go_with_what_a_logits_fn_holds(while_it_runs):
+    """Also where it changes under a request that runs; the next step draws by it."""
+    params, function = tiny(0)._replace(workspace={}), Bias(5)
+    engine = fnllm.engine(params, **SMALL)
+    request = engine.request(PROMPT, dataclasses.replace(SHORT, logits_fn=function))
+    state, one = fnllm.add(engine.init(), request)
+    state, _ = engine.step(state)
+    (runner,) = engine.machine.runners.values()
+    runner.graphs["a bucket"] = "a graph"
+    state, _ = engine.step(state)
+    assert runner.graphs
+    function.bias = Bias(7).bias
+    if not while_it_runs:
+        state, one = fnllm.add(fnllm.abort(state, one), request)
+    state, _ = engine.step(state)
+    assert not runner.graphs and fnllm.tokens(state, one)[-1] == 7
+
+
+def test_a_logits_fn_may_look_at_the_last_token_of_every_row():
+    """Beside a request that has none, and whose row nobody looks back to."""
+
+    def unrepeated(logits, history):
+        last = history.tokens.gather(1, (history.lengths - 1)[:, None]).long()
+        return logits.scatter(1, last, -torch.inf)
+
+    params = tiny(0)._replace(workspace={})
+    own = dataclasses.replace(SHORT, logits_fn=unrepeated)
+    (alone,) = fnllm.generate(params, [PROMPT], own, **SMALL)
+    beside, plain = fnllm.generate(params, [PROMPT, [5, 6, 7]], [own, SHORT], **SMALL)
+    assert beside.token_ids == alone.token_ids
+    assert plain.token_ids == fnllm.generate(params, [[5, 6, 7]], SHORT, **SMALL)[0].token_ids
+
+
+def test_what_was_filled_by_a_number_that_held_for_a_while_is_not_found_under_the_one_before():
+    params, scale = tiny(0)._replace(workspace={}), [1.0]
+
+    def mlp(p, x, ctx):
+        return fnllm.layers.mlp(p, x, ctx) * scale[0]
+
+    layers = fnllm.Layers()._replace(mlp=mlp)
+    engine = fnllm.engine(params, layers=layers, **SMALL)
+    state, one = fnllm.add(engine.init(), engine.request(PROMPT, dataclasses.replace(SHORT, max_tokens=20)))
+    state, _ = engine.step(state)
+    scale[0] = 3.0
+    for _ in range(14):
+        state, _ = engine.step(state)
+    scale[0] = 1.0
+    known = list(fnllm.tokens(state, one))
+    state, other = fnllm.add(state, engine.request(known, SHORT))
+    state, step = engine.step(state)
+    assert not dict(step.events.cached).get(other), "blocks that the number 3 has filled"
+    expected = fnllm.score(params, [[*known, fnllm.tokens(state, other)[-1]]], layers=layers, capture="logits")
+    assert fnllm.tokens(state, other)[-1] == int(expected[0].captured["logits"][len(known) - 1].argmax())
+
+
+def test_a_function_that_held_nothing_is_noticed_once_it_holds_something():
+    params, adapters = tiny(0)._replace(workspace={}), {}
+
+    def mlp(p, x, ctx):
+        y = fnllm.layers.mlp(p, x, ctx)
+        return y + adapters["all"] * x if "all" in adapters else y
+
+    def run():
+        layers, prompt = fnllm.Layers()._replace(mlp=mlp), [3, 1, 2, 4, 5, 6, 7, 8, 9]
+        return fnllm.generate(params, [prompt], SHORT, layers=layers, **SMALL)[0]
+
+    assert run().cached_tokens == 0 and run().cached_tokens == 8
+    adapters["all"] = torch.tensor(2.0)
+    assert run().cached_tokens == 0
+
+
+def test_prepare_tries_functions_without_gradients(monkeypatch):
+    params, seen = tiny(0)._replace(workspace={}), []
+    engine = fnllm.engine(params, **SMALL)
+    monkeypatch.setattr("fnllm.options.Settings.captured", True)
+    monkeypatch.setattr("fnllm.machine.common_buckets", lambda settings: [])
+    monkeypatch.setattr(fnllm.machine.Machine, "runner", lambda *args: seen.append(torch.is_grad_enabled()))
+    engine.prepare(SHORT)
+    assert seen == [False]
 
 
 def begun(params, **options):
@@ -110,7 +217,7 @@ def test_a_graph_goes_before_the_step_that_would_read_a_replaced_parameter(unche
     params = tiny(0)._replace(tree=mine, workspace={})
     engine, state, _ = begun(params)
     (runner,) = engine.machine.runners.values()
-    runner.graphs["a bucket"] = Recorded(None, None, None, None, mine, addresses(mine))
+    runner.graphs["a bucket"] = Recorded(None, None, None, None, mine, places(mine))
     state, _ = engine.step(state)
     assert runner.graphs
     give_tensor(mine)
@@ -143,7 +250,7 @@ def test_a_parameter_replaced_between_preparing_and_the_first_step_is_noticed(un
     engine = fnllm.engine(params, **SMALL)
     engine.prepare(SHORT)
     runner = engine.machine.runner(engine.variant, SamplerFeatures(), mine)
-    runner.graphs["a bucket"] = Recorded(None, None, None, None, mine, addresses(mine))
+    runner.graphs["a bucket"] = Recorded(None, None, None, None, mine, places(mine))
     give_tensor(mine)
     generate(params)
     assert not runner.graphs

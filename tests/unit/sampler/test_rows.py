@@ -9,6 +9,7 @@ from fnllm.sampler import (
     child_seed,
     default_rows,
     features_of,
+    prompt_seed,
     put_rows,
     rounded,
     rows_from_sampling,
@@ -83,6 +84,13 @@ def test_rows_that_features_do_not_serve_are_refused():
     with pytest.raises(ValueError, match="seeds holds 1 values for 2 samplings"):
         rows_from_sampling([Settings(), Settings()], features=SamplerFeatures(), seeds=[1])
     assert rows_from_sampling([], features=SamplerFeatures(bias=2)).bias_ids.shape == (0, 2)
+
+
+def test_calls_and_prompts_with_close_seeds_share_none():
+    seeds = [
+        child_seed(prompt_seed(seed, prompt), sample) for seed in range(4) for prompt in range(4) for sample in range(4)
+    ]
+    assert len(set(seeds)) == 64 and prompt_seed(5, 0) == 5
 
 
 def test_child_seeds_differ_and_repeat():
