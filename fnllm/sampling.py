@@ -83,7 +83,9 @@ class Sampling:
     n: int = 1  # independent samples of the prompt
     logprobs: int | None = None  # this many most likely alternatives per new token; 0 for the chosen token alone
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
-    logits_fn: Callable | None = None  # pure (logits, history) -> logits, before the rest
+    # Pure (logits [rows, vocabulary], history) -> logits, before the rest; called for all rows of a batch at once, of
+    # which those of requests with another function mean nothing to it.
+    logits_fn: Callable | None = None
 
     def __post_init__(self) -> None:
         values = {

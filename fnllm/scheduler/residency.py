@@ -6,7 +6,7 @@ import numpy as np
 
 from .config import blocks_for
 from .evolve import evolve
-from .line import push_back, push_front, remove
+from .line import push_back, push_front
 from .pool import drop, idle, take, withdraw
 from .request import Sequence, key_of, known
 from .rows import EMPTY, in_flight, update_rows
@@ -124,11 +124,6 @@ def store(state: SchedulerState, seq_id: int, sequence: Sequence) -> SchedulerSt
 def queue(state: SchedulerState, seq_id: int, *, front: bool) -> SchedulerState:
     """The state with a sequence put into the waiting line."""
     return evolve(state, waiting=(push_front if front else push_back)(state.waiting, [seq_id]))
-
-
-def unqueue(state: SchedulerState, seq_id: int) -> SchedulerState:
-    """The state with a sequence taken out of the waiting line if it is there."""
-    return evolve(state, waiting=remove(state.waiting, [seq_id])) if seq_id in state.waiting else state
 
 
 def preempt(state: SchedulerState, seq_id: int) -> SchedulerState:

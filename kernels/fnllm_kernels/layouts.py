@@ -1,5 +1,7 @@
 """Strides: what the ops that all layers call tell torch.compile of theirs, and those that kernels read by."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,6 @@ def in_pairs(x: Tensor) -> Tensor:
     return x.clone() if x.storage_offset() % 2 else x
 
 
-def vectors(*given: Tensor | None) -> list[Tensor | None]:
+def vectors(*given: Tensor | None) -> list[Any]:
     """Vectors whose numbers lie side by side, as kernels read norms, biases, slots and lengths; None stays None."""
     return [None if x is None else x.contiguous() for x in given]
