@@ -173,13 +173,13 @@ def agree(params: Params, seed: int | None, **inputs: Any) -> int:
 
 
 def least(tp: TensorParallel, device: torch.device, count: Callable[[], int]) -> int:
-    """The smallest count of the ranks; when `count` raises ValueError on one of them, all raise."""
+    """The smallest count of the ranks; when `count` raises on one of them, all raise."""
     if tp.size == 1:
         return count()
-    refusal: ValueError | None = None
+    refusal: Exception | None = None
     try:
         mine = count()
-    except ValueError as error:
+    except Exception as error:  # the others wait for this rank's number
         mine, refusal = -1, error
     counts = [row[0] for row in exchange_numbers(tp, device, [mine])]
     if refusal is not None:
