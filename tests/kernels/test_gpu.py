@@ -7,6 +7,8 @@ import pytest
 import torch
 from gpu_cases import BOUND, REAL, captured, fast_inputs, metadata_of
 
+import fnllm
+import fnllm_weights
 from fnllm_kernels.attention import paged_attention
 from fnllm_kernels.kv_store import copy_blocks, store_kv, store_kv_reference
 from fnllm_kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm
@@ -223,3 +225,27 @@ def test_compiled_step_equals_eager(backend, name):
         return paged_attention(**inputs | {"q": out}, **static, backend=backend, metadata=metadata)
 
     assert torch.equal(torch.compile(step, fullgraph=True)(inputs), step(inputs))
+
+
+@pytest.mark.parametrize("compile", ["none", "graphs"])
+def test_norms_of_all_layers_as_columns_of_one_tensor(compile):
+    """A stride between a vector's numbers is no error: tokens are those of norms that lie side by side."""
+    config = fnllm_weights.ModelConfig(
+        architecture="Qwen3ForCausalLM", vocab_size=503, hidden_size=256, intermediate_size=512, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=128, qk_norm=True,
+    )  # fmt: skip
+    tree = fnllm_weights.init(config, dtype="bfloat16", device="cuda")
+    for weight in (weight for layer in tree["layers"] for weight in layer.values()):
+        weight.normal_(std=0.1).add_(1 if weight.dim() == 1 else 0)
+    params = fnllm.Params(config, None, tree, fnllm_weights.Shard(), {})
+    layers = [dict(layer) for layer in params.tree["layers"]]
+    for name in [name for name, x in layers[0].items() if x.dim() == 1]:
+        columns = torch.stack([layer[name] for layer in layers], 1)
+        for index, layer in enumerate(layers):
+            layer[name] = columns[:, index]
+    strided = params._replace(tree={**params.tree, "layers": layers}, workspace={})
+    sampling = fnllm.Sampling(temperature=0, max_tokens=12, ignore_eos=True)
+    options = {"compile": compile, "num_blocks": 32, "max_num_seqs": 4, "max_model_len": 64, "progress": False}
+    for prompts in ([[3, 14, 15]], [[3, 14, 15], [9, 26, 53, 58, 9, 7]]):
+        found, want = (fnllm.generate(one, prompts, sampling, **options) for one in (strided, params))
+        assert [out.token_ids for out in found] == [out.token_ids for out in want]

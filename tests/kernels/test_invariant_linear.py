@@ -30,3 +30,11 @@ def test_a_rows_bits_do_not_depend_on_the_others(inputs, outputs, dtype, relativ
     check_product(whole, x, w, relative)
     for first, last in ((0, 1), (5, 6), (17, 33), (0, 64), (3, 68), (100, 300)):
         assert torch.equal(invariant_linear(x[first:last], w), whole[first:last]), (first, last)
+
+
+@pytest.mark.gpu
+def test_a_single_row_that_was_a_column():
+    x, w = product_case(1, 1024, 640, torch.bfloat16, "cuda")
+    turned = x.t().contiguous().t()
+    assert turned.is_contiguous() and turned.stride() == (1, 1)
+    assert torch.equal(invariant_linear(turned, w), invariant_linear(x, w))
