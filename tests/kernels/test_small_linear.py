@@ -1,4 +1,4 @@
-"""small_linear and norm_linear: the reference, the custom ops, the checks, and on a GPU rows and weights of any kind."""
+"""small_linear and norm_linear: the reference, the custom ops, the checks; on a GPU rows and weights of any kind."""
 
 import pytest
 import torch
