@@ -14,12 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from checkpoints import room_for_checkpoint
+from provenance import provenance
 from workloads import SHAPES
 
 HERE = Path(__file__).parent
@@ -80,8 +80,8 @@ class Engine:
         self.process.wait()
 
 
-def side_by_side(commands: dict[str, Sequence[str]], work: Sequence[str], folder: Path) -> list[dict]:
-    """All engines' rows: they start at the same time, then take turns at each workload."""
+def side_by_side(commands: dict[str, Sequence[str]], work: Sequence[str], folder: Path) -> Iterator[list[dict]]:
+    """All engines' rows so far, after each workload: they start at the same time, then take turns."""
     engines: list[Engine] = []
     try:
         for name in sorted(commands, key=SIZED_BY_WHAT_IS_FREE.__contains__):
@@ -94,15 +94,18 @@ def side_by_side(commands: dict[str, Sequence[str]], work: Sequence[str], folder
         for which in work:
             for engine in engines:
                 engine.run(which)
-        rows = []
-        for engine in engines:
-            rows += [{key: value for key, value in row.items() if key != "ended"} for row in engine.found()]
-            if engine.process.poll() is not None:
-                rows.append(dict(engine=engine.name, workload="start", error=last_words(engine.log)))
-        return rows
+            yield [row for engine in engines for row in rows_of(engine)]
     finally:
         for engine in engines:
             engine.stop()
+
+
+def rows_of(engine: Engine) -> list[dict]:
+    """An engine's rows, and how it ended if it has."""
+    rows = [{key: value for key, value in row.items() if key != "ended"} for row in engine.found()]
+    if engine.process.poll() is not None:
+        rows.append(dict(engine=engine.name, workload="start", error=last_words(engine.log)))
+    return rows
 
 
 def last_words(log: Path) -> str:
@@ -171,14 +174,13 @@ def main() -> None:
     )
     parser.add_argument("--engines", help="those to measure, comma-separated; default: all that are there")
     args = parser.parse_args()
-    rows: list[dict] = []
+    facts, rows = provenance(), []
     for size in args.size.split(","):
+        before = rows
         with tempfile.TemporaryDirectory() as folder:
-            rows += side_by_side(commands(args, size, Path(folder)), args.work.split(","), Path(folder))
-    from provenance import provenance  # it asks the GPU for its name, which is left to the engines until here
-
-    facts: dict[str, Any] = dict(**provenance(), rows=rows)
-    args.out.write_text(json.dumps(facts, indent=1) + "\n")
+            for found in side_by_side(commands(args, size, Path(folder)), args.work.split(","), Path(folder)):
+                rows = before + found
+                args.out.write_text(json.dumps(dict(**facts, rows=rows), indent=1) + "\n")
     print(table(rows))
 
 

@@ -49,7 +49,7 @@ def run(serving, folder: Path, deaths: dict[str, str]) -> tuple[list[dict], list
         name: [sys.executable, str(program), name, str(folder / f"{name}.jsonl"), str(folder / "turns"), at]
         for name, at in deaths.items()
     }
-    rows = serving.side_by_side(commands, ["W4", "W1", "W2"], folder)
+    *_, rows = serving.side_by_side(commands, ["W4", "W1", "W2"], folder)
     return rows, (folder / "turns").read_text().splitlines()
 
 
