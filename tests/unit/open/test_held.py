@@ -313,4 +313,4 @@ def test_nothing_of_torch_or_of_installed_packages_is_walked():
     held = held_by([mlp])
     assert [id(x) for x in held.leaves] == [id(mlp.__defaults__[0].weight), id(mlp.__defaults__[0].bias)]
     assert len(held.constants) < 40
-    assert len(held_by([USUAL.mlp]).constants) < 40  # none; a few where shapes are checked, by what the checker adds
+    assert types.CodeType not in dict(held_by([F.silu, functools.wraps, pytest.importorskip]).constants)
