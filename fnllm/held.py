@@ -223,8 +223,12 @@ def parts(x: Any) -> Iterator[Any]:
         yield from () if isinstance(x.__self__, (type, types.ModuleType, torch.nn.Module)) else attributes(x.__self__)
     elif isinstance(x, DESCRIPTORS):
         yield from (getattr(x, name, None) for name in ("__func__", "fget", "func", "args", "keywords"))
-    elif callable(x) or isinstance(x, types.SimpleNamespace) or dataclasses.is_dataclass(x):
+    elif isinstance(x, types.SimpleNamespace) or dataclasses.is_dataclass(x):
         yield from attributes(x)
+    elif callable(x):
+        # What a library's objects note as they are called, such as a kernel its compiled forms, is no weight.
+        library = of_library(getattr(sys.modules.get(type(x).__module__), "__dict__", {}))
+        yield from (getattr(x, "__wrapped__", None),) if library else attributes(x)
 
 
 def beside_code(x: types.FunctionType) -> Iterator[Any]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import library, nn
 
 import fnllm
 from fnllm.held import LARGEST, MOST, Versions, held_by
@@ -251,6 +251,36 @@ def test_a_change_of_what_a_swapped_function_holds_is_noticed(tiny, mlp, change)
     assert [x.logprob for x in after.logprobs] == pytest.approx(close, abs=1e-5)
     assert [x.logprob for x in before.logprobs] != pytest.approx(close, abs=1e-3), "this change must show"
     assert run(params).cached_tokens == 8
+
+
+@library.custom_op("fnllm_tests::halved", mutates_args=())
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+@halved.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+CACHED = 1.0
+
+
+@functools.lru_cache
+def cached(layer):
+    return CACHED
+
+
+def by_library_objects(p, x, ctx):
+    return halved(USUAL.mlp(p, x, ctx)) * cached(ctx.layer)
+
+
+def test_what_a_library_s_objects_note_as_they_are_called_is_no_change(tiny):
+    """An op its implementations, a cache its entries; what a cached function reads is looked at."""
+    params, layers = tiny._replace(workspace={}), USUAL._replace(mlp=by_library_objects)
+    runs = [fnllm.generate(params, [PROMPT], GREEDY, layers=layers, num_blocks=64, block_size=4)[0] for _ in range(3)]
+    assert [run.cached_tokens for run in runs] == [0, 8, 8]
+    assert (float, "1.0") in held_by([by_library_objects]).constants
 
 
 def told_apart(one, other):
