@@ -1,9 +1,13 @@
 """What computed the cached keys, and whether it changed: parameters, and what functions hold beside them."""
 
+import collections
 import dataclasses
 import functools
+import os
+import sys
+import sysconfig
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,10 +17,39 @@ from torch.overrides import TorchFunctionMode
 
 import fnllm.optimizers  # noqa: F401  (effect: has the steps of optimizers counted among the writes)
 
-LARGEST = 4096  # a container with more entries is data, not weights
+LARGEST = 4096  # a container with more entries is data, not weights: what counts is which one it is
+MOST = 4 * LARGEST  # once so many things were found, further ones count by their identity too
 OF_EVERY_MODULE = frozenset(torch.nn.Module().__dict__) - {"training"}
-FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
-CONSTANTS = (int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, types.NoneType)
+ITS_TREE = frozenset(("_parameters", "_buffers", "_modules"))
+CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, types.MappingProxyType)
+# Of these, and of dataclasses, equal ones are often made anew: they count by their type and by what they hold.
+BY_CONTENT = (*CONTAINERS, range, slice, functools.partial, types.MethodType, types.SimpleNamespace)
+DESCRIPTORS = (staticmethod, classmethod, property, functools.cached_property, functools.partialmethod)
+# Folders whose code is not looked into, as that of installed packages is not: of fnllm, torch and Python itself.
+OF_FNLLM_AND_TORCH = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
+OF_PYTHON = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+LIBRARIES = tuple(os.path.join(folder, "") for folder in (*OF_FNLLM_AND_TORCH, *OF_PYTHON))
+
+
+class Itself:
+    """Equals what was made of the very same object, and keeps it, so that no other one gets its identity."""
+
+    __slots__ = ("of",)
+
+    def __init__(self, of: Any) -> None:
+        self.of = of
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Itself) and self.of is other.of
+
+    def __hash__(self) -> int:
+        return id(self.of)
+
+
+CONSTANTS = (
+    *(int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, types.NoneType),
+    *(types.CodeType, Itself),  # code, since tools that reload a file give other code to the functions there are
+)
 
 
 class Seen(NamedTuple):
@@ -32,7 +65,7 @@ class Held(NamedTuple):
     """What functions read beside their arguments."""
 
     leaves: list[Tensor]  # each once
-    constants: list[tuple[type, Hashable]]  # numbers, strings and their like, in the order in which they were found
+    constants: list[tuple[type, Hashable]]  # what tells all else apart, in the order in which it was found
 
 
 def look(leaves: list[Tensor], constants: list[tuple[type, Hashable]]) -> Seen:
@@ -120,69 +153,119 @@ def same_tensors(tree: Any, kept: Any) -> bool:
 
 
 def held_by(functions: Iterable[Any]) -> Held:
-    """Every tensor and constant that some functions read beside their arguments.
+    """Every tensor that some functions read beside their arguments, and by what all else that they read is told apart.
 
-    Looked through are modules, containers, dataclasses, namespaces, attributes of callable objects, and functions of
-    the same file that a function calls by name; not what functions of other files and other objects hold, nor a
-    container of more than `LARGEST` entries.
+    Numbers, strings and their like count by value; containers, dataclasses, namespaces, methods and partials by type
+    and by what they hold; all else by identity. Looked through are these, modules, callable objects, functions and
+    classes, and what a function names: of the functions and classes among that, only those of its file. Code of
+    installed packages is not looked into, nor a container of more than `LARGEST` entries, nor, once `MOST` things
+    were found, any further one. The given functions' own identities are not recorded.
     """
     leaves: list[Tensor] = []
     constants: list[tuple[type, Hashable]] = []
-    seen: dict[int, Any] = {}  # kept, so that nothing that was made for this look hands on its identity
-    waiting = list(functions)
-    while waiting:
-        x = waiting.pop()
+    first: dict[int, int] = {}  # where each thing was found first
+    waiting = list(functions)  # grows, nearest first, and keeps what was made for this look from handing on an identity
+    given = len(waiting)
+    for at, x in enumerate(waiting):
         if isinstance(x, CONSTANTS):
-            constants.append((type(x), repr(x) if isinstance(x, (float, complex)) else x))  # for -0.0 and NaN
-        elif id(x) not in seen:
-            seen[id(x)] = x
-            if isinstance(x, Tensor):
+            constants.append((type(x), value_of(x)))
+            continue
+        place = first.setdefault(id(x), at)
+        if isinstance(x, Tensor) or place < at:
+            constants.append((type(x), ~place))  # [a, b, a] is not [a, b, b]; negative, as no number of parts is
+            if place == at:
                 leaves.append(x)
-            else:
-                waiting += parts(x)
+            continue
+        found, small = len(waiting), not isinstance(x, CONTAINERS) or len(x) <= LARGEST
+        looked_through = small and found < MOST
+        if looked_through:
+            waiting.extend(parts(x))
+        if looked_through and (isinstance(x, BY_CONTENT) or dataclasses.is_dataclass(type(x))):
+            constants.append((type(x), len(waiting) - found))  # [[a], [b]] is not [[a, b], []]
+        elif at >= given:
+            constants.append((type(x), Itself(x)))
     return Held(leaves, constants)
 
 
+def value_of(x: Any) -> Hashable:
+    """What tells a constant from others of its type: -0.0 from 0.0, but no NaN from another."""
+    if isinstance(x, np.generic):
+        return x.dtype, x.tobytes()
+    return repr(x) if isinstance(x, (float, complex)) else x
+
+
 def parts(x: Any) -> Iterator[Any]:
-    """What a function or container holds that may hold tensors or constants."""
-    if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        yield from (getattr(x, one.name, None) for one in dataclasses.fields(x))
-    if isinstance(x, torch.nn.Module):
-        for module in x.modules():
-            yield from module._parameters.values()
-            yield from module._buffers.values()
-            yield from (part for name, part in module.__dict__.items() if name not in OF_EVERY_MODULE)
-        yield type(x).forward
-    elif isinstance(x, types.SimpleNamespace):
-        yield x.__dict__
-    elif isinstance(x, (dict, list, tuple)):
-        if len(x) <= LARGEST:
-            yield from x
-            yield from x.values() if isinstance(x, dict) else ()
+    """What an object holds that may be, or hold, tensors or constants."""
+    if isinstance(x, types.FunctionType):
+        yield from beside_code(x)
+        if not of_library(x.__globals__):
+            yield x.__code__
+            yield from named_by(x)
+    elif isinstance(x, CONTAINERS):
+        yield from x
+        yield from x.values() if isinstance(x, (dict, types.MappingProxyType)) else ()
+    elif isinstance(x, torch.nn.Module):
+        yield from (*x._parameters.values(), *x._buffers.values(), *x._modules.values())
+        for name, part in x.__dict__.items():
+            if name not in OF_EVERY_MODULE or (part and name not in ITS_TREE):  # the latter are hooks
+                yield part
+        yield type(x)
+    elif isinstance(x, type):
+        for one in x.__mro__:
+            if not of_library(getattr(sys.modules.get(one.__module__), "__dict__", {})):
+                yield from (y for name, y in vars(one).items() if name[:2] != "__" or callable(y))
+    elif isinstance(x, (range, slice)):
+        yield from (x.start, x.stop, x.step)
     elif isinstance(x, functools.partial):
         yield from (x.func, x.args, x.keywords)
-    elif isinstance(x, types.MethodType):
-        yield x.__func__
-        yield from (x.__self__,) if isinstance(x.__self__, torch.nn.Module) else attributes(x.__self__)
-    elif isinstance(x, types.FunctionType):
-        yield from (x.__defaults__ or (), x.__kwdefaults__ or {})
-        yield from (cell.cell_contents for cell in x.__closure__ or () if cell != types.CellType())
-        for name in names_in(x.__code__):
-            y = x.__globals__.get(name, types)
-            of_this_file = isinstance(y, types.FunctionType) and y.__globals__ is x.__globals__
-            if of_this_file or not isinstance(y, (type, types.ModuleType, *FUNCTIONS)):
-                yield y
-    elif callable(x) and not isinstance(x, type):
+    elif isinstance(x, (types.MethodType, types.BuiltinMethodType)):
+        yield from (getattr(x, "__func__", None), x.__self__)
+        yield from () if isinstance(x.__self__, (type, types.ModuleType, torch.nn.Module)) else attributes(x.__self__)
+    elif isinstance(x, DESCRIPTORS):
+        yield from (getattr(x, name, None) for name in ("__func__", "fget", "func", "args", "keywords"))
+    elif isinstance(x, types.SimpleNamespace) or dataclasses.is_dataclass(x):
         yield from attributes(x)
-        yield type(x).__call__
+    elif callable(x):
+        # What a library's objects note as they are called, such as a kernel its compiled forms, is no weight.
+        library = of_library(getattr(sys.modules.get(type(x).__module__), "__dict__", {}))
+        yield from (getattr(x, "__wrapped__", None),) if library else attributes(x)
+
+
+def beside_code(x: types.FunctionType) -> Iterator[Any]:
+    """What a function itself holds: defaults, attributes and what it closes over."""
+    yield from (held for held in (x.__defaults__, x.__kwdefaults__, x.__dict__) if held)
+    yield from (cell.cell_contents for cell in x.__closure__ or () if cell != types.CellType())
+
+
+def named_by(x: types.FunctionType) -> Iterator[Any]:
+    """The globals that a function names; those that are functions or classes of other files as no more than that."""
+    for name in names_in(x.__code__):
+        if name in x.__globals__:
+            y = x.__globals__[name]
+            if isinstance(y, types.FunctionType) and y.__globals__ is not x.__globals__:
+                yield Itself(y)
+                yield from beside_code(y)  # what it decorates may be of this file
+            elif isinstance(y, type) and y.__module__ != x.__globals__.get("__name__"):
+                yield Itself(y)
+            else:
+                yield y
 
 
 def attributes(x: Any) -> Iterator[Any]:
-    """What an object holds, in its `__dict__` or in the slots of its classes."""
+    """What an object holds, in its `__dict__`, in the slots of its classes, and in these."""
     yield getattr(x, "__dict__", {})
     for one in type(x).__mro__:
         slots = (name for name, y in vars(one).items() if isinstance(y, types.MemberDescriptorType))
         yield from (getattr(x, name, None) for name in slots)
+    yield type(x)
+
+
+def of_library(names: Mapping[str, Any]) -> bool:
+    """Whether these are the globals of a module that was installed, or came with Python; a notebook has no file."""
+    file = names.get("__file__")
+    if not isinstance(file, str):
+        return names.get("__name__") in sys.builtin_module_names
+    return file.startswith(LIBRARIES) or "site-packages" in file or "dist-packages" in file
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:
