@@ -1,8 +1,8 @@
 """Times drawing a token on a GPU: python benchmarks/sampler.py --out sampler.json
 
 Compares, at the vocabulary of Qwen3 and batches of 1, 32 and 256: the head alone (cuBLAS); noise and argmax by Inductor
-and by `fnllm::sample_logits`; the fused `fnllm::sample_head` with several tiles; and the filters. Every kernel is first
-checked against its reference. Times are medians of CUDA graph replays. Parts that the time limit leaves out are named.
+and by `fnllm::sample_logits`, alone and behind the head; and the filters. Every kernel is first checked against its
+reference. Times are medians of CUDA graph replays. Parts that the time limit leaves out are named.
 """
 
 import argparse
@@ -20,18 +20,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from fnllm.sampler import SamplerFeatures, default_rows, sample  # noqa: E402
-from fnllm_kernels import sample_head as kernels  # noqa: E402
+from fnllm_kernels import sample_logits as kernels  # noqa: E402
 from fnllm_kernels import threshold  # noqa: E402
 from fnllm_kernels.order_keys import packed_ids  # noqa: E402
 
 VOCAB = 151936
 BATCHES = (1, 32, 256)
 WIDTHS = (1024, 4096)
-TILES = {
-    1: [(16, 64, 256, 4, 4), (16, 128, 128, 4, 5), (16, 64, 128, 4, 6), (16, 32, 256, 4, 5)],
-    32: [(32, 128, 128, 4, 4), (32, 64, 128, 4, 5), (32, 128, 64, 4, 6), (32, 128, 128, 8, 4)],
-    256: [(128, 128, 64, 8, 4), (256, 128, 64, 8, 3), (128, 256, 64, 8, 3), (128, 128, 64, 4, 4)],
-}
 
 
 def median_us(fn) -> float:
@@ -75,7 +70,7 @@ def compiled_draws(batch: int, report, features: SamplerFeatures, name: str, ker
 
 
 def heads(batch: int, width: int, report) -> None:
-    """The head alone, with the draw as a second kernel, and fused."""
+    """The head alone, and with the draw as a second kernel."""
     weight = torch.randn(VOCAB, width, device="cuda").mul(width**-0.5).bfloat16()
     hidden = torch.randn(batch, width, device="cuda").mul(3).bfloat16()
     positions, rows = torch.arange(batch, device="cuda"), rows_of(batch, temperature=1.0)
@@ -87,15 +82,6 @@ def heads(batch: int, width: int, report) -> None:
         return kernels.launch_sample_logits(hidden @ weight.T, *row_args)
 
     report("head", f"H={width} cuBLAS, then the draw kernel", batch, median_us(two))
-    want = kernels.sample_head_reference(hidden, weight, *row_args)
-    for tiles in TILES[batch]:
-        config = dict(zip(("BLOCK_B", "BLOCK_V", "BLOCK_H", "num_warps", "num_stages"), tiles, strict=True))
-        fused = functools.partial(kernels.launch_sample_head, hidden, weight, *row_args, config=config)
-        try:
-            same = agreement(fused(), want)
-            report("head", f"H={width} fused {tiles}", batch, median_us(fused), same=same, floor_us=floor)
-        except Exception as error:  # tiles that do not fit must not end the run
-            report("head", f"H={width} fused {tiles}", batch, None, error=str(error).strip().splitlines()[-1][:120])
 
 
 def searches(batch: int, report) -> None:

@@ -27,7 +27,7 @@ from fnllm_kernels.noise import mixed_keys
 from fnllm_kernels.norm import add_rms_norm, rms_norm
 from fnllm_kernels.qk_norm_rope_attention import qk_norm_rope_attention
 from fnllm_kernels.qk_norm_rope_store import qk_norm_rope_store
-from fnllm_kernels.sample_head import sample_head, sample_logits
+from fnllm_kernels.sample_logits import sample_logits
 from fnllm_kernels.silu_mul import silu_mul
 from fnllm_kernels.small_linear import norm_linear, small_linear
 from fnllm_kernels.threshold import measure_above, reach
@@ -176,8 +176,6 @@ def cases(fast: str) -> dict[str, tuple[Callable, tuple]]:
         "grouped_outer": (grouped_outer, (normal(11, 46), normal(11, 72), ints(3, 3, 10, 11))),
         "mixed_keys": (mixed_keys, (torch.tensor([1, -5, 2**62]), torch.tensor([0, 1, 70]))),
         "sample_logits": (lambda *x: sample_logits(*x, 0, 1490), draw_inputs()),
-        "sample_head": (lambda h, w, *x: sample_head(h, w, *x, 0, 61), (
-            normal(3, 40), normal(67, 40), *draw_inputs()[1:])),
         "decode_attention": case_decode_attention(0),
         "decode_attention, window": case_decode_attention(5),
     }  # fmt: skip

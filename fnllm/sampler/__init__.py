@@ -8,12 +8,11 @@ from fnllm.sampler.rows import (
     child_seed,
     default_rows,
     prompt_seed,
-    put_rows,
     rows_from_sampling,
     take_rows,
     widen_rows,
 )
-from fnllm.sampler.sample import Sampled, draw, needs_logits, sample, sample_from_hidden, sample_gathered
+from fnllm.sampler.sample import Sampled, draw, needs_logits, sample
 from fnllm_kernels.noise import gumbel_noise
 from fnllm_kernels.order_keys import NAN_ID, NOTHING_ID
 
@@ -34,12 +33,9 @@ __all__ = [
     "masked_logits",
     "needs_logits",
     "prompt_seed",
-    "put_rows",
     "rounded",
     "rows_from_sampling",
     "sample",
-    "sample_from_hidden",
-    "sample_gathered",
     "take_history",
     "take_rows",
     "token_counts",

@@ -136,11 +136,6 @@ def take_rows(rows: SamplerRows, index: Int[Tensor, " B"], features: SamplerFeat
     return SamplerRows(*(x if name in unread else x[index] for name, x in zip(rows._fields, rows, strict=True)))
 
 
-def put_rows(rows: SamplerRows, index: Int[Tensor, " B"], values: SamplerRows) -> SamplerRows:
-    """New rows in which those of `index` are `values` (same widths)."""
-    return SamplerRows(*(old.index_put((index,), new) for old, new in zip(rows, values, strict=True)))
-
-
 def widen_rows(rows: SamplerRows, features: SamplerFeatures) -> SamplerRows:
     """`rows` with its tables widened to those of wider `features`; the new entries are padding."""
 

@@ -15,7 +15,7 @@ from fnllm.sampler.rows import SamplerRows
 from fnllm.tensor_parallel import SINGLE, TensorParallel
 from fnllm_kernels.noise import gumbel_noise
 from fnllm_kernels.order_keys import NAN_KEY, or_failed, pack, packed_ids
-from fnllm_kernels.sample_head import sample_head, sample_logits
+from fnllm_kernels.sample_logits import sample_logits
 
 
 class Sampled(NamedTuple):
@@ -142,32 +142,6 @@ def draw(
     return packed_ids(tp.all_reduce_max(key))
 
 
-def sample_from_hidden(
-    hidden: Float[Tensor, "B H"],
-    weight: Float[Tensor, "V H"],
-    rows: SamplerRows,
-    positions: Int[Tensor, " B"],
-    *,
-    features: SamplerFeatures,
-    vocab_limit: int,
-    vocab_start: int = 0,
-    tp: TensorParallel = SINGLE,
-) -> Sampled:
-    """`sample` of the logits hidden @ weight.T, which are never written: head, noise and argmax in one kernel.
-
-    The logits are float32 sums, not rounded to the type of `hidden` as a head of its own would give.
-
-    Raises:
-        ValueError: if `features` needs the logits: see `needs_logits`.
-    """
-    if needs_logits(features):
-        raise ValueError(f"{features} needs logits; use sample, or only temperature")
-    temperature = rows.temperature if features.noise else torch.zeros_like(rows.temperature)
-    valid = valid_columns(weight.shape[0], vocab_start, vocab_limit)
-    key = sample_head(hidden, weight, temperature, rows.seed, positions, vocab_start, valid)
-    return Sampled(packed_ids(tp.all_reduce_max(key)))
-
-
 def has_no_maximum(logits: Float[Tensor, "B V"], valid: int) -> Bool[Tensor, " B"]:
     """Which rows have NaN or +inf among their first `valid` columns; a maximum is one pass and passes NaN on."""
     if not valid:
@@ -178,13 +152,6 @@ def has_no_maximum(logits: Float[Tensor, "B V"], valid: int) -> Bool[Tensor, " B
 def needs_logits(features: SamplerFeatures) -> bool:
     """Whether anything but greedy and temperature is on."""
     return replace(features, noise=False) != SamplerFeatures()
-
-
-def sample_gathered(
-    logits: Float[Tensor, "B V"], rows: SamplerRows, positions: Int[Tensor, " B"], *, tp: TensorParallel, **settings
-) -> Sampled:
-    """`sample` after gathering all logits on every rank: the reference that the sharded form is checked against."""
-    return sample(tp.all_gather(logits, -1), rows, positions, **{**settings, "vocab_start": 0, "tp": SINGLE})
 
 
 def _apply_logits_fns(

@@ -5,7 +5,7 @@ generator has a state, a request draws the same tokens in any batch, order, numb
 
 The integers are exact everywhere: they are held in int64, every product is of a 32-bit value and a constant below
 2**31, and masks bring results back to 32 bits, so nothing overflows and no negative number is shifted.
-`order_keys.pack` and the Triton functions in `sample_head.py` complete the draw.
+`order_keys.pack` and the Triton functions in `sample_logits.py` complete the draw.
 """
 
 import torch

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "kernels"))
 
 import torch
 
-from fnllm_kernels import sample_head, threshold
+from fnllm_kernels import sample_logits, threshold
 from fnllm_kernels.order_keys import NAN_ID, NOTHING_ID, packed_ids, packed_scores
 
 
@@ -31,31 +31,13 @@ def check_sample(device: str = "cpu") -> None:
     for dtype in (torch.float32, torch.float16):
         for start, valid in ((0, 1501), (3002, 1444)):
             args = (logits.to(dtype), temperature, seed, position, start, valid)
-            got, want = sample_head.launch_sample_logits(*args), sample_head.sample_logits_reference(*args)
+            got, want = sample_logits.launch_sample_logits(*args), sample_logits.sample_logits_reference(*args)
             assert torch.equal(packed_ids(got), packed_ids(want)), (dtype, start)
             torch.testing.assert_close(packed_scores(got), packed_scores(want), rtol=1e-5, atol=1e-5, equal_nan=True)
             found = packed_ids(got).tolist()
             assert found[0] == start + 30 and found[4] == start
             assert [i for i, id in enumerate(found) if id == NAN_ID] == ([5, 6, 8, 9] if valid == 1501 else [5, 8, 9])
             assert [i for i, id in enumerate(found) if id == NOTHING_ID] == [7]
-
-
-def check_head(device: str = "cpu") -> None:
-    torch.manual_seed(1)
-    temperature = torch.tensor([0.0, 1.0, 0.5], device=device)
-    seed, position = torch.tensor([7, 8, 9], device=device), torch.tensor([3, 2, 1], device=device)
-    for rows, width, vocab, valid in ((3, 32, 70, 70), (3, 24, 45, 41), (1, 40, 33, 33)):
-        hidden, weight = torch.randn(rows, width, device=device), torch.randn(vocab, width, device=device)
-        args = (hidden, weight, temperature[:rows], seed[:rows], position[:rows], 100, valid)
-        if rows == 3:
-            hidden[1, 4] = torch.nan
-        elif valid < vocab:
-            weight[valid] = torch.nan
-        config = {"BLOCK_B": 16, "BLOCK_V": 32, "BLOCK_H": 16}
-        got, want = sample_head.launch_sample_head(*args, config=config), sample_head.sample_head_reference(*args)
-        assert torch.equal(packed_ids(got), packed_ids(want)), (rows, width, vocab)
-        torch.testing.assert_close(packed_scores(got), packed_scores(want), rtol=1e-4, atol=1e-4, equal_nan=True)
-        assert (packed_ids(got) == NAN_ID).tolist() == [False, rows == 3, False][:rows]
 
 
 def check_threshold(device: str = "cpu") -> None:
@@ -84,6 +66,6 @@ def check_threshold(device: str = "cpu") -> None:
 
 
 if __name__ == "__main__":
-    for name, check in (("sample", check_sample), ("head", check_head), ("threshold", check_threshold)):
+    for name, check in (("sample", check_sample), ("threshold", check_threshold)):
         check()
         print(name)

@@ -10,7 +10,6 @@ from fnllm.sampler import (
     default_rows,
     empty_history,
     sample,
-    sample_from_hidden,
     token_logprobs,
     update_history,
 )
@@ -89,10 +88,11 @@ def test_plain_torch_noise_traces_to_the_same_integers_and_draws():
             assert torch.equal(got, want)
 
 
-def test_head_and_scoring_trace():
+def test_draw_and_scoring_trace():
     def both(hidden, weight, rows, positions, ids):
-        out = sample_from_hidden(hidden, weight, rows, positions, features=SamplerFeatures(noise=True), vocab_limit=40)
-        return out.ids, token_logprobs(hidden @ weight.T, ids, vocab_limit=40)
+        logits = hidden @ weight.T
+        out = sample(logits, rows, positions, features=SamplerFeatures(noise=True), vocab_limit=40, kernels=True)
+        return out.ids, token_logprobs(logits, ids, vocab_limit=40)
 
     compiled = torch.compile(both, fullgraph=True, dynamic=True)
     torch.manual_seed(0)

@@ -10,7 +10,6 @@ from fnllm.sampler import (
     default_rows,
     features_of,
     prompt_seed,
-    put_rows,
     rounded,
     rows_from_sampling,
     take_rows,
@@ -70,7 +69,9 @@ def test_rows_hold_the_settings():
     assert rows.bias_ids.tolist() == [[-1, -1], [7, 2]] and rows.bias_values.tolist() == [[0.0, 0.0], [-1.5, 3.0]]
     assert [x.dtype for x in rows] == [x.dtype for x in default_rows(2, features=features)]
     assert [x.shape for x in rows] == [x.shape for x in default_rows(2, features=features)]
-    table = put_rows(default_rows(4, features=features), torch.tensor([3, 1]), rows)
+    table = default_rows(4, features=features)
+    for column, values in zip(table, rows, strict=True):
+        column[torch.tensor([3, 1])] = values
     assert all(torch.equal(x, y) for x, y in zip(take_rows(table, torch.tensor([3, 1])), rows, strict=True))
     wide = widen_rows(rows, SamplerFeatures(bias=4, stops=8))
     assert wide.bias_ids.tolist() == [[-1] * 4, [7, 2, -1, -1]] and wide.stop_ids.shape == (2, 8)

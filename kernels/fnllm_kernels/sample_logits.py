@@ -1,13 +1,10 @@
-"""Drawing a token without writing scores: Gumbel noise and argmax in one pass over the logits, or inside the head.
+"""Drawing a token without writing scores: Gumbel noise and argmax in one pass over the logits.
 
-Two ops give packed keys (`order_keys.pack` of the best score and its id), so that ranks exchange one integer a row:
-
-- `fnllm::sample_logits` reads logits [B, V] once; any kernel may have made them.
-- `fnllm::sample_head` multiplies the hidden states by the head and keeps each tile's logits in registers.
-
-Both draw argmax(logits + temperature * noise) with the noise of `noise.py`; a row of temperature 0 skips the noise.
-Tiles of the vocabulary meet in an atomic maximum, which is exact in any order. A row with NaN or +inf gives NAN_KEY,
-one that may draw nothing NOTHING_KEY: both are told from a tile's best score and cost no pass of their own.
+`fnllm::sample_logits` draws argmax(logits + temperature * noise) with the noise of `noise.py`; a row of temperature 0
+skips the noise. It gives packed keys (`order_keys.pack` of the best score and its id), so that ranks exchange one
+integer a row. Tiles of the vocabulary meet in an atomic maximum, which is exact in any order. A row with NaN or +inf
+gives NAN_KEY, one that may draw nothing NOTHING_KEY: both are told from a tile's best score and cost no pass of their
+own.
 """
 
 import torch
@@ -44,20 +41,6 @@ def sample_logits_reference(
     return order_keys.or_failed(order_keys.pack(score, ids[None, :]).amax(-1), (score == torch.inf).any(-1))
 
 
-def sample_head_reference(
-    hidden: Float[Tensor, "B H"],
-    weight: Float[Tensor, "V H"],
-    temperature: Float[Tensor, " B"],
-    seed: Int[Tensor, " B"],
-    position: Int[Tensor, " B"],
-    vocab_start: int,
-    valid: int,
-) -> Int[Tensor, " B"]:
-    """`sample_logits_reference` of hidden @ weight.T, with products and logits in float32."""
-    logits = torch.nn.functional.linear(hidden.float(), weight.float())
-    return sample_logits_reference(logits, temperature, seed, position, vocab_start, valid)
-
-
 @torch.library.custom_op("fnllm::sample_logits", mutates_args=())
 def sample_logits(
     logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, vocab_start: int, valid: int
@@ -71,23 +54,6 @@ def sample_logits(
 @sample_logits.register_fake
 def _(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, vocab_start: int, valid: int) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.int64)
-
-
-@torch.library.custom_op("fnllm::sample_head", mutates_args=())
-def sample_head(
-    hidden: Tensor, weight: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, vocab_start: int, valid: int
-) -> Tensor:
-    """`sample_head_reference`: on a CPU in plain torch, on a GPU in Triton."""
-    if hidden.is_cuda:
-        return launch_sample_head(hidden, weight, temperature, seed, position, vocab_start, valid)
-    return sample_head_reference(hidden, weight, temperature, seed, position, vocab_start, valid)
-
-
-@sample_head.register_fake
-def _(
-    hidden: Tensor, weight: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, vocab_start: int, valid: int
-) -> Tensor:
-    return hidden.new_empty(hidden.shape[0], dtype=torch.int64)
 
 
 def launch_sample_logits(
@@ -107,39 +73,6 @@ def launch_sample_logits(
         FAST=logits.is_cuda, TILE=tile, num_warps=4,
     )  # fmt: skip
     return best
-
-
-def launch_sample_head(
-    hidden: Float[Tensor, "B H"],
-    weight: Float[Tensor, "V H"],
-    temperature: Float[Tensor, " B"],
-    seed: Int[Tensor, " B"],
-    position: Int[Tensor, " B"],
-    vocab_start: int,
-    valid: int,
-    config: dict[str, int] | None = None,
-) -> Int[Tensor, " B"]:
-    """The Triton form of `sample_head_reference`; `config` replaces `head_config`."""
-    rows, width = hidden.shape
-    config = head_config(rows) if config is None else config
-    best = torch.full((rows,), LEAST_KEY, dtype=torch.int64, device=hidden.device)
-    # Blocks of rows vary fastest, so that those which read the same weights run together and find them in the L2 cache.
-    grid = (triton.cdiv(rows, config["BLOCK_B"]), triton.cdiv(weight.shape[0], config["BLOCK_V"]))
-    _sample_head_kernel[grid](
-        hidden, weight, temperature, seed, position, best, hidden.stride(0), weight.stride(0),
-        vocab_start, valid, weight.shape[0], rows, FAST=hidden.is_cuda, WIDTH=width, **config,
-    )  # fmt: skip
-    return best
-
-
-def head_config(rows: int) -> dict[str, int]:
-    """Tile sizes: for few rows deep tiles that stream the weights, for many square ones that feed the tensor cores."""
-    if rows <= 16:
-        return {"BLOCK_B": 16, "BLOCK_V": 64, "BLOCK_H": 256, "num_warps": 4, "num_stages": 4}
-    if rows <= 64:
-        block = 32 if rows <= 32 else 64
-        return {"BLOCK_B": block, "BLOCK_V": 128, "BLOCK_H": 128, "num_warps": 4, "num_stages": 4}
-    return {"BLOCK_B": 128, "BLOCK_V": 128, "BLOCK_H": 64, "num_warps": 8, "num_stages": 4}
 
 
 if triton is not None:
@@ -220,40 +153,3 @@ if triton is not None:
         index = tl.min(tl.where(score == highest, columns, 2147483647), 0)  # the first of equal ones
         highest = tl.where(highest == highest, highest, float("inf"))
         tl.atomic_max(best + row, _key(highest, vocab_start + index))
-
-    @triton.jit
-    def _sample_head_kernel(
-        hidden, weight, temperature, seed, position, best, hidden_stride, weight_stride,
-        vocab_start, valid, vocab, rows, WIDTH: tl.constexpr,
-        FAST: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
-    ):  # fmt: skip
-        row = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
-        columns = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-        h = tl.arange(0, BLOCK_H)
-        # Rows and columns past the end read the last one, so that the loop over the width needs no mask of theirs.
-        w_place = weight + tl.minimum(columns, vocab - 1).to(tl.int64)[:, None] * weight_stride + h[None, :]
-        x_place = hidden + tl.minimum(row, rows - 1).to(tl.int64)[None, :] * hidden_stride + h[:, None]
-        # Vocabulary first: the tensor cores' long side is for the weights, whatever the number of rows.
-        score = tl.zeros((BLOCK_V, BLOCK_B), tl.float32)
-        for start in range(0, WIDTH, BLOCK_H):
-            if WIDTH % BLOCK_H == 0:
-                w = tl.load(w_place + start)
-                x = tl.load(x_place + start)
-            else:
-                w = tl.load(w_place + start, mask=(start + h)[None, :] < WIDTH, other=0.0)
-                x = tl.load(x_place + start, mask=(start + h)[:, None] < WIDTH, other=0.0)
-            score = tl.dot(w, x, score, input_precision="ieee")
-        here = row < rows
-        t = tl.load(temperature + row, mask=here, other=0.0)
-        if tl.max(t, 0) > 0:
-            key_1, key_2 = _row_keys(
-                tl.load(seed + row, mask=here, other=0), tl.load(position + row, mask=here, other=0)
-            )
-            # A row of temperature 0 keeps its logits, infinite ones included.
-            noise = _log_exponential((vocab_start + columns)[:, None], key_1[None, :], key_2[None, :], FAST)
-            drawn = score - (t * LN_2)[None, :] * noise
-            score = tl.where(t[None, :] > 0, drawn, score)
-        score = tl.where(score == score, score, float("inf"))
-        highest, index = tl.max(tl.where((columns < valid)[:, None], score, float("-inf")), 0, return_indices=True)
-        key = _key(highest, vocab_start + tl.program_id(1) * BLOCK_V + index)
-        tl.atomic_max(best + row, key, mask=here)
