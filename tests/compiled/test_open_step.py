@@ -195,6 +195,15 @@ def test_an_edit_that_cannot_be_traced_is_named(params):
     assert call(params, edits)[0].finish_reason == "length"
 
 
+def item_edit_in_decode(x, ctx):
+    return x if ctx.batch.max_seqlen > 1 or x.sum().item() > 0 else -x
+
+
+def test_an_edit_that_cannot_be_traced_in_decode_is_named(params):
+    with pytest.raises(TypeError, match=r"\(item_edit_in_decode\) cannot be traced by torch"):
+        call(params, fnllm.Edit(SITE, item_edit_in_decode), compile="inductor")
+
+
 @pytest.mark.slow
 def test_edits_and_captures_through_inductor():
     torch._dynamo.reset()
