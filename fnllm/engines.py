@@ -297,7 +297,8 @@ def check_config(state: State, config: ModelConfig) -> None:
     if state.config != config:
         names = [f.name for f in fields(config) if getattr(state.config, f.name, None) != getattr(config, f.name)]
         theirs, ours = (
-            ", ".join(f"{name}={getattr(of, name, None)!r}" for name in names) for of in (state.config, config)
+            ", ".join(f"{name}={getattr(of, name, None)!r}" for name in names[:3])  # enough to know it by
+            for of in (state.config, config)
         )
         raise ValueError(
             f"state belongs to an engine of another model: its config has {theirs}; this engine's has {ours}; step it "
