@@ -3,6 +3,7 @@
 What is compiled is a `Channel` (site, function, shapes); a request's values are rows of tensors that the step reads.
 """
 
+import numbers
 import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import maybe_current_level
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,26 +61,42 @@ def steer(site: str, vector: Any, scale: float = 1.0, *, start: int = 0) -> Edit
 
     The vector is a tensor, or what `torch.as_tensor` takes.
     """
-    return Edit(site, add_vector, (scale * torch.as_tensor(vector), place("start", start)))
+    if not isinstance(scale, (numbers.Real, Tensor)):
+        raise TypeError(f"scale must be a number, found {kind_of(scale)}")
+    return Edit(site, add_vector, (scale * tensor_of("vector", vector), place("start", start)))
 
 
 def ablate(site: str, direction: Any) -> Edit:
     """Remove the component along `direction` at every token (Arditi et al. 2024, directional ablation)."""
-    direction = torch.as_tensor(direction)
+    direction = tensor_of("direction", direction)
     length = direction.to(torch.promote_types(direction.dtype, torch.float32)).norm()
-    if not length > 0 or length == torch.inf:
+    # Under torch.func it may stand for many lengths, of which none can be looked at.
+    if maybe_current_level() is None and (not length > 0 or length == torch.inf):
         raise ValueError(f"direction has the length {float(length)}; it must be above 0 and finite to be a direction")
     return Edit(site, remove_direction, direction / length.to(direction.dtype))
 
 
 def patch(site: str, rows: Any, position: int) -> Edit:
     """Replace the activations at positions `position`, `position + 1`, ... by `rows` [n, *width] from another run."""
-    rows = torch.as_tensor(rows)
+    rows = tensor_of("rows", rows)
     if rows.dim() < 2 or len(rows) == 0:
         raise ValueError(
             f"rows must be activations [n, *width], one at least; found {tuple(rows.shape)}; one alone is rows[None]"
         )
     return Edit(site, replace_rows, (rows, place("position", position)))
+
+
+def tensor_of(name: str, x: Any) -> Tensor:
+    """What torch.as_tensor makes of an argument. Raises TypeError where it can make nothing of it."""
+    try:
+        return torch.as_tensor(x)
+    except (TypeError, ValueError, RuntimeError) as error:
+        several = isinstance(x, (list, tuple)) and any(isinstance(one, Tensor) for one in x)
+        advice = ": torch.stack makes one of several" if several else ""
+        raise TypeError(
+            f"{name} must be a tensor, or an array or list of numbers that torch.as_tensor takes; "
+            f"found {kind_of(x)}{advice}"
+        ) from error
 
 
 def place(name: str, position: Any) -> Tensor:
@@ -185,38 +203,54 @@ def channel_of(edit: Edit) -> Channel:
 
 
 def channels_of(choices: Iterable[Sequence[Edit]]) -> tuple[Channel, ...]:
-    """Channels in an order that contains every request's edits as a subsequence: edits at a site apply in their order.
+    """Channels that have at each site every request's edits in its order, since in that they apply.
+
+    The requests' own order decides nothing, so that steps are found again for another, but between functions of one
+    name at one site: what else tells these apart differs from rank to rank.
 
     >>> a, b = Edit("x", abs), Edit("x", max)
-    >>> [c.apply.__name__ for c in channels_of([[a, b], [b], [b, a]])]
+    >>> [c.apply.__name__ for c in channels_of([[b, a], [b], [a, b]])]
     ['abs', 'max', 'abs']
     """
-    channels: list[Channel] = []
+    at_site: dict[str, dict[tuple[Channel, ...], None]] = {}
     for edits in choices:
+        channels = [channel_of(edit) for edit in edits]
+        for site in {channel.site for channel in channels}:
+            at_site.setdefault(site, {})[tuple(channel for channel in channels if channel.site == site)] = None
+    return tuple(channel for site in sorted(at_site) for channel in merged(sorted(at_site[site], key=order_of)))
+
+
+def order_of(channels: Sequence[Channel]) -> tuple:
+    """Sorts the edits of requests at one site: the longest first, which often hold the others."""
+    return -len(channels), [(full_name(c.apply), c.shapes, str(c.dtypes)) for c in channels]
+
+
+def merged(requests: Iterable[Sequence[Channel]]) -> list[Channel]:
+    """Channels among which each request's are a subsequence."""
+    channels: list[Channel] = []
+    for own in requests:
         at = 0
-        for edit in edits:
-            channel = channel_of(edit)
+        for channel in own:
             at = channels.index(channel, at) if channel in channels[at:] else len(channels)
             if at == len(channels):
                 channels.append(channel)
             at += 1
-    return tuple(channels)
+    return channels
 
 
 def placed(edits: Sequence[Edit], channels: Sequence[Channel]) -> list[Edit | None]:
     """For each channel the edit that uses it. Raises ValueError for an edit that no channel is there for."""
     places: list[Edit | None] = [None] * len(channels)
-    at = 0
+    behind: dict[str, int] = {}  # by site, the channel of the edit before
     for edit in edits:
-        channel = channel_of(edit)
+        channel, at = channel_of(edit), behind.get(edit.site, 0)
         if channel not in channels[at:]:
             raise ValueError(
                 f"this engine was not built for the edit {name_of(edit.apply)} at {edit.site} with values of shapes "
                 f"{channel.shapes}; give engine(edits=...) one of this function and these shapes, in this order"
             )
         at = channels.index(channel, at)
-        places[at] = edit
-        at += 1
+        places[at], behind[edit.site] = edit, at + 1
     return places
 
 
@@ -246,6 +280,11 @@ def check_function(where: str, function: Any) -> None:
 def kind_of(x: Any) -> str:
     """A value for an error message; of what may be long its type alone."""
     return repr(x) if isinstance(x, (str, int, float, type(None))) else type(x).__name__
+
+
+def full_name(function: Callable) -> tuple[str, str]:
+    """A function's module and name, or those of a callable object's type: the same in every process."""
+    return str(function.__module__), getattr(function, "__qualname__", type(function).__qualname__)
 
 
 def name_of(function: Callable) -> str:

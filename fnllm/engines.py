@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
@@ -20,7 +20,7 @@ from fnllm.capture import (
     union_of_sites,
 )
 from fnllm.compiled import Report
-from fnllm.edits import Edit, channels_of, edit_key, edits_of_each, placed, with_own_values
+from fnllm.edits import Edit, channels_of, edit_key, edits_of_each, kind_of, placed, with_own_values
 from fnllm.failures import any_failed, failures, no_tokens
 from fnllm.jobs import Job, Variant, looks_back
 from fnllm.layers import Layers
@@ -36,7 +36,7 @@ from fnllm.scheduler import Events, Finished, Plan, Request, SchedulerConfig, To
 from fnllm.state import State, check_state, may_share
 from fnllm.tensor_parallel import TensorParallel
 from fnllm.workspace import machine_for
-from fnllm_weights import Params
+from fnllm_weights import ModelConfig, Params
 
 # What `generate` does around the engine, and what to do instead.
 AROUND_THE_ENGINE = {
@@ -106,7 +106,7 @@ class Engine:
             scheduler.init(self.limits),
             self.machine.clock,
             self.variant,
-            self.params.config.vocab_size,
+            self.params.config,
             self.machine.name,
             longest_shared(self.params.config),
             self.params.config.rope.rope_type == "dynamic",
@@ -132,6 +132,8 @@ class Engine:
         """
         self.check_settings(sampling)
         seed, sample = check_seed("seed", seed), check_seed("sample", sample)
+        if not isinstance(prompt, Iterable):
+            raise TypeError(f"prompt must be a list of token ids, found {type(prompt).__name__} {prompt!r}")
         ids = check_ids("prompt", tuple(prompt), self.params.config.vocab_size)
         (edits,) = with_own_values(edits_of_each(self.edits if edits is None else edits, 1))
         capture = self.capture if capture is None else expand(self.params.config, as_capture(capture))
@@ -237,6 +239,12 @@ class Engine:
 
         A sequence whose logits leave nothing to draw ends there with reason "error", and `failed` says why.
         """
+        check_state(state)
+        if not isinstance(flight, Flight):
+            raise TypeError(
+                f"flight must be what launch returns beside the state, found {kind_of(flight)}: launch gives None when "
+                "there is nothing to do, and then there is nothing to collect"
+            )
         with self.machine.watch:
             ids = flight.results.wait()[: len(flight.plan.rows)].astype(np.int32)
         if any_failed(ids, self.params.config.vocab_size):
@@ -268,8 +276,10 @@ class Engine:
     def recover(self, state: State) -> State:
         """Continue a state that the machine has left since: blocks others wrote are forgotten and computed anew.
 
-        Of a state of another machine that is every block. Raises ValueError for a state of other sizes.
+        Of a state of another machine that is every block. Raises ValueError for a state of another model, whose machine
+        is always another, or of other sizes.
         """
+        check_config(state, self.params.config)
         if state.scheduler.config != self.limits:
             raise ValueError(
                 f"this state belongs to an engine of other sizes, {state.scheduler.config}; this one has {self.limits}"
@@ -280,6 +290,20 @@ class Engine:
         for seq_id in sorted(running, reverse=True):  # the oldest ends up first in line
             settled = scheduler.park(settled, seq_id)
         return replace(state, scheduler=settled, clock=self.machine.clock, machine=self.machine.name)
+
+
+def check_config(state: State, config: ModelConfig) -> None:
+    """Raise ValueError for a state of a model of another config, whose ids may not be this model's."""
+    if state.config != config:
+        names = [f.name for f in fields(config) if getattr(state.config, f.name, None) != getattr(config, f.name)]
+        theirs, ours = (
+            ", ".join(f"{name}={getattr(of, name, None)!r}" for name in names[:3])  # enough to know it by
+            for of in (state.config, config)
+        )
+        raise ValueError(
+            f"state belongs to an engine of another model: its config has {theirs}; this engine's has {ours}; step it "
+            "with an engine of its model, or add its text to a state of this one"
+        )
 
 
 def job_of(state: scheduler.SchedulerState, seq_id: int) -> Job:

@@ -1,7 +1,9 @@
 """What was done to a state, as data: a log of events that gives the same tokens and block tables whenever it is run."""
 
 import difflib
-from collections.abc import Callable, Iterable
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from fnllm import state as edits
@@ -20,13 +22,25 @@ class Event(NamedTuple):
 def event(name: str, *args: Any, **options: Any) -> Event:
     """An entry of a log: `event("add", prompt, sampling, seed=1)`, `event("step")`, `event("fork", 0)`, ...
 
-    Raises ValueError for a name that `apply` does not know.
+    Raises ValueError for a name that `apply` does not know, TypeError for arguments that it does not take.
     """
     if name not in EVENTS:
         close = difflib.get_close_matches(name, EVENTS, n=1)
         advice = f"did you mean {close[0]!r}?" if close else f"known: {sorted(EVENTS)}"
         raise ValueError(f"unknown event {name!r}; {advice}")
+    check_arguments(name, args, options)
     return Event(name, args, tuple(options.items()))
+
+
+def check_arguments(name: str, args: tuple, options: Mapping[str, Any]) -> None:
+    """Raise TypeError for what an event of this name does not take after its state."""
+    known = inspect.signature(EVENTS[name])
+    own = [p for key, p in known.parameters.items() if key not in ("self", "engine", "state")]
+    taken = known.replace(parameters=own, return_annotation=inspect.Signature.empty)
+    try:
+        taken.bind(*args, **options)
+    except TypeError as error:
+        raise TypeError(f"event {name!r} takes {taken} after the state: {error}") from None
 
 
 def apply(engine: Engine, state: State, entry: Event) -> tuple[State, Any]:
@@ -51,17 +65,27 @@ def replay(engine: Engine, log: Iterable[Event], state: State | None = None) -> 
     return state, results
 
 
-def _add(engine: Engine, state: State, prompt: Any, sampling: Any, **options: Any) -> tuple[State, int]:
-    return edits.add(state, engine.request(prompt, sampling, **options))
+@functools.wraps(Engine.request)
+def _add(engine: Engine, state: State, *args: Any, **options: Any) -> tuple[State, int]:
+    return edits.add(state, engine.request(*args, **options))
+
+
+@functools.wraps(Engine.step)
+def _step(engine: Engine, state: State) -> tuple[State, Any]:
+    return engine.step(state)
 
 
 def _edit(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda engine, state, *args, **options: function(state, *args, **options)
+    @functools.wraps(function)
+    def run(engine: Engine, state: State, *args: Any, **options: Any) -> Any:
+        return function(state, *args, **options)
+
+    return run
 
 
 EVENTS: dict[str, Callable[..., Any]] = {
     "add": _add,
-    "step": lambda engine, state: engine.step(state),
+    "step": _step,
     "fork": _edit(edits.fork),
     "append": _edit(edits.append),
     "truncate": _edit(edits.truncate),

@@ -11,6 +11,7 @@ from fnllm.rope import turned_otherwise
 from fnllm.sampler import child_seed
 from fnllm.sampling import check_seed
 from fnllm.scheduler import Request, SchedulerState
+from fnllm_weights import ModelConfig
 
 
 @dataclass(frozen=True, repr=False)
@@ -23,7 +24,7 @@ class State:
     scheduler: SchedulerState
     clock: int = 0
     variant: Any = None  # the layers, edits and captures that compute what the cache holds
-    vocab_size: int | None = None  # tokens that are appended must be below it
+    config: ModelConfig | None = None  # of the model that computes it; None: any token id may be added
     machine: str = ""  # whose cache that is
     longest_shared: int | None = None  # a longer prompt shares no keys with others; None: any may
     by_length: bool = False  # beyond that, each length turns keys by angles of its own
@@ -34,10 +35,12 @@ class State:
 
 
 def add(state: State, request: Request) -> tuple[State, int]:
-    """Queue a request; returns its sequence's id. Raises ValueError if it can never fit."""
+    """Queue a request; returns its sequence's id. Raises ValueError if it can never fit, or is another model's."""
     check_state(state)
     if not isinstance(request, Request):
         raise TypeError(f"request must be what engine.request returns, found {type(request).__name__}")
+    if state.config is not None:
+        check_ids("prompt", request.prompt, state.config.vocab_size)
     planned, seq_id = scheduler.add(state.scheduler, request)
     return replace(state, scheduler=planned), seq_id
 
@@ -53,7 +56,7 @@ def fork(state: State, seq_id: int, *, seed: SupportsIndex | None = None) -> tup
 
     A draw depends on seed, position and logits alone: without a seed of its own the fork goes on as its parent does.
     """
-    check_state(state)
+    check_sequence(state, seq_id)
     if seed is not None:
         seed = check_seed("seed", seed)
     planned, new_id = scheduler.fork(state.scheduler, seq_id)
@@ -71,12 +74,12 @@ def append(state: State, seq_id: int, tokens: Sequence[int] = (), *, max_tokens:
     other angles than those that it has, they are computed again. Raises ValueError for ids outside the vocabulary, and
     for more tokens than can ever run.
     """
-    check_state(state)
+    check_sequence(state, seq_id)
     if not isinstance(tokens, Iterable):
         raise TypeError(f"tokens must be a list of token ids, found {type(tokens).__name__} {tokens!r}")
     tokens = tuple(tokens)
-    if tokens and state.vocab_size is not None:
-        tokens = check_ids("tokens", tokens, state.vocab_size)
+    if tokens and state.config is not None:
+        tokens = check_ids("tokens", tokens, state.config.vocab_size)
     planned = scheduler.append(state.scheduler, seq_id, tokens, max_tokens)
     planned = with_own_angles(state, planned, seq_id)
     sequence = planned.sequences[seq_id]
@@ -95,7 +98,7 @@ def may_share(prompt_length: int, longest: int | None) -> bool:
 
 def truncate(state: State, seq_id: int, length: int) -> State:
     """Cut a sequence back to its first `length` tokens; a prompt cut short may be computed again, see `append`."""
-    check_state(state)
+    check_sequence(state, seq_id)
     planned = scheduler.truncate(state.scheduler, seq_id, length)
     return replace(state, scheduler=with_own_angles(state, planned, seq_id))
 
@@ -113,19 +116,19 @@ def with_own_angles(state: State, changed: SchedulerState, seq_id: int) -> Sched
 
 def finish(state: State, seq_id: int, reason: str) -> State:
     """End a sequence; a kept one stays addressable."""
-    check_state(state)
+    check_sequence(state, seq_id)
     return replace(state, scheduler=scheduler.finish(state.scheduler, seq_id, reason))
 
 
 def abort(state: State, seq_id: int) -> State:
     """Drop a sequence and everything known of it."""
-    check_state(state)
+    check_sequence(state, seq_id)
     return replace(state, scheduler=scheduler.abort(state.scheduler, seq_id))
 
 
 def tokens(state: State, seq_id: int) -> tuple[int, ...]:
     """The known tokens of a sequence, prompt and output."""
-    check_state(state)
+    check_sequence(state, seq_id)
     return scheduler.tokens(state.scheduler, seq_id)
 
 
@@ -133,6 +136,13 @@ def show(state: State) -> str:
     """Block tables, and who shares what, for a person to read."""
     check_state(state)
     return scheduler.show(state.scheduler)
+
+
+def check_sequence(state: Any, seq_id: Any) -> None:
+    """Raise TypeError for what is no state, or can be no sequence's id."""
+    check_state(state)
+    if not isinstance(seq_id, SupportsIndex) or isinstance(seq_id, bool):
+        raise TypeError(f"seq_id must be an integer, as add and fork return it beside the state; found {seq_id!r}")
 
 
 def check_state(state: Any) -> None:

@@ -77,7 +77,8 @@ def edited(x: Tensor, channel: Channel, choice: Choice, ctx: "Context") -> Tenso
             f"the edit {name_of(channel.apply)} at {channel.site} is made for activations of shape {width}; there each "
             f"token's are {tuple(x.shape[1:])}{part_of(channel.site, ctx)}"
         )
-    y = channel.apply(x, ctx, *values_for(channel, choice.values, entry))
+    # A copy, which costs a compiled step nothing where nobody writes to it: `x` is other sequences' too.
+    y = channel.apply(x.clone(), ctx, *values_for(channel, choice.values, entry))
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
         found = f"{tuple(y.shape)} {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
         raise ValueError(

@@ -1,7 +1,8 @@
 """A trial of swapped functions before they are compiled: what is wrong is said with the function's name.
 
-One eager step on padding, in which every swapped layer function and every edit is watched. It runs once for each
-variant of the layers, so steps themselves carry no checks. A `logits_fn` is tried alone, before its request is queued.
+Two eager steps on padding, one with prefill chunks and one of decode, in which every swapped layer function and every
+edit is watched. They run once for each variant of the layers, so steps themselves carry no checks. A `logits_fn` is
+tried alone, before its request is queued.
 """
 
 import functools
@@ -15,11 +16,13 @@ import torch
 from torch import Tensor
 
 from fnllm.batch import StepInputs
+from fnllm.buckets import padding
 from fnllm.compiled import Resident
 from fnllm.context import Context
 from fnllm.edits import Channel, name_of
 from fnllm.held import writes_to
 from fnllm.layers import Layers
+from fnllm.rows import send
 from fnllm.sampler import History, Sampled, SamplerFeatures
 from fnllm.step import StepSpec, step
 from fnllm_weights import ParamTree
@@ -28,28 +31,23 @@ TOKENS = 3
 
 
 def try_step(tree: ParamTree, resident: Resident, spec: StepSpec, *, traced: bool) -> None:
-    """Run the spec's step once on padding, with its swapped functions watched.
+    """Run the spec's step on padding, with prefill chunks and as a decode step, with its swapped functions watched.
 
     Raises ValueError for a wrong shape, TypeError for a wrong type or dtype or a function that torch.compile cannot
     trace (with `traced`), RuntimeError for a changed argument; errors of the functions themselves come through as they
     are.
     """
-    device = resident.rows.length.device
-    padding = resident.rows.length.shape[0] - 1
-    inputs = StepInputs(
-        row=torch.full((TOKENS,), padding, device=device),
-        accept=torch.zeros(TOKENS, dtype=torch.bool, device=device),
-        cu_seqlens=torch.zeros(TOKENS + 1, dtype=torch.int32, device=device),
-        token_ids=torch.zeros(TOKENS, dtype=torch.int64, device=device),
-        entry=torch.full((TOKENS,), TOKENS, device=device),
-        captured=torch.zeros(1, dtype=torch.int64, device=device),
-    )
+    cache, rows, rope = resident
     reached: set[str] = set()
     edits = watched_edits(spec.edits, reached, spec.layers if traced else None)
     trial = replace(spec, layers=watched_layers(spec.layers, traced=traced), edits=edits)
-    _, output = step(tree, resident.cache, resident.rows, inputs, resident.rope, spec=trial, max_seqlen=TOKENS)
     sites = (*spec.capture, *(channel.site for channel in spec.edits))
-    check_reached(spec.layers, sites, reached | output.captured.keys())
+    for tokens in (TOKENS, None):
+        host = padding(TOKENS, tokens, 1, rows.length.shape[0] - 1)
+        inputs = StepInputs(*(None if x is None else send(torch.from_numpy(x), rows.length.device) for x in host))
+        reached.clear()
+        _, output = step(tree, cache, rows, inputs, rope, spec=trial, max_seqlen=TOKENS)
+        check_reached(spec.layers, sites, reached | output.captured.keys())
 
 
 def try_logits_fn(function: Callable[..., Any], vocab_size: int, device: torch.device, *, traced: bool) -> None:
@@ -196,11 +194,11 @@ def compare(called: str, y: Any, wanted: tuple[tuple[int, ...], torch.dtype] | N
     if not isinstance(y, Tensor):
         raise TypeError(f"{called} must return a tensor of shape {shape} and {dtype}, found {type(y).__name__}")
     if tuple(y.shape) != shape:
-        padding = "; these are padding, which is no sequence's: cu_seqlens counts none of them, and each has its row"
+        unseen = "; these are padding, which is no sequence's: cu_seqlens counts none of them, and each has its row"
         raise ValueError(
             f"{called} must return shape {shape} (in this trial of {TOKENS} tokens), found {tuple(y.shape)}; a step "
             "has one row for each of its tokens, and state across steps lives in the cache alone"
-            f"{padding if y.shape[:1] == (0,) else ''}"
+            f"{unseen if y.shape[:1] == (0,) else ''}"
         )
     if y.dtype != dtype:
         raise TypeError(f"{called} must return {dtype}, found {y.dtype}; cast the result with .to(x.dtype)")

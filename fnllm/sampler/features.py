@@ -4,9 +4,11 @@ A feature that is on changes nothing for a row that does not ask for it; so any 
 same tokens, and a step may be compiled for a few broad sets.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from fnllm.edits import full_name
 
 # Rows that filter and all have 1 <= top_k <= CANDIDATES are filtered among their CANDIDATES largest logits, which is
 # exact; any other row needs a search over the whole vocabulary.
@@ -44,12 +46,12 @@ def features_of(samplings: Sequence[Any], *, eos_token_ids: Sequence[int] = ()) 
         bias=_width(len(s.logit_bias or ()) for s in samplings),
         stops=_width(len(stop_ids(s, eos_token_ids)) for s in samplings),
         logprobs=max(logprobs, default=None),
-        logits_fns=tuple(dict.fromkeys(s.logits_fn for s in samplings if s.logits_fn is not None)),
+        logits_fns=in_one_order(s.logits_fn for s in samplings if s.logits_fn is not None),
     )
 
 
 def union(a: SamplerFeatures, b: SamplerFeatures) -> SamplerFeatures:
-    """The smallest features that serve both `a`'s rows and `b`'s; `logits_fns` keeps the indices of `a`."""
+    """The smallest features that serve both `a`'s rows and `b`'s; `logits_fns` may have other indices than in `a`."""
     filtering = [f for f in (a, b) if f.top_k or f.top_p]
     logprobs = [f.logprobs for f in (a, b) if f.logprobs is not None]
     return SamplerFeatures(
@@ -62,8 +64,16 @@ def union(a: SamplerFeatures, b: SamplerFeatures) -> SamplerFeatures:
         bias=max(a.bias, b.bias),
         stops=max(a.stops, b.stops),
         logprobs=max(logprobs, default=None),
-        logits_fns=tuple(dict.fromkeys(a.logits_fns + b.logits_fns)),
+        logits_fns=in_one_order(a.logits_fns + b.logits_fns),
     )
+
+
+def in_one_order(functions: Iterable[Callable]) -> tuple[Callable, ...]:
+    """Each function once, in an order that is not that of the rows: else a step would be compiled for each of theirs.
+
+    By name, for the compiler's cache on disk, and by hash where names are equal, as those of closures are.
+    """
+    return tuple(sorted(dict.fromkeys(functions), key=lambda function: (full_name(function), hash(function))))
 
 
 def rounded(features: SamplerFeatures) -> SamplerFeatures:

@@ -166,7 +166,10 @@ def _apply_logits_fns(
     whole = tp.all_gather(logits, -1)
     changed = whole[:, :width]
     for i, fn in enumerate(features.logits_fns):
-        changed = torch.where((rows.logits_fn == i)[:, None], fn(whole[:, :width], history), changed)
+        # Copies, which cost a compiled step nothing where nobody writes to them: other rows have the same logits, and
+        # log-probabilities and penalties read logits and history afterwards.
+        own = None if history is None else History(*(x.clone() for x in history))
+        changed = torch.where((rows.logits_fn == i)[:, None], fn(whole[:, :width].clone(), own), changed)
     changed = torch.cat([changed, whole[:, width:]], -1)
     return changed[:, vocab_start : vocab_start + logits.shape[1]]
 

@@ -63,6 +63,28 @@ def test_other_values_and_other_requests_trace_nothing_more(params, counter):
     torch.testing.assert_close(first[0].captured[SITE], eager[0].captured[SITE], rtol=1e-4, atol=1e-4)
 
 
+def without_three(logits, history):
+    return logits.index_fill(-1, torch.tensor([3], device=logits.device), -torch.inf)
+
+
+def halved(logits, history):
+    return logits / 2
+
+
+def test_a_permutation_of_requests_traces_nothing_more(single, counter):
+    options = {"compile": "inductor", "prefix_cache": False}
+    requests = [[fnllm.steer("layers.0.resid_post", vector(1))], [fnllm.ablate("layers.0.mlp_out", vector(2))], None]
+    call(single, requests, **options)
+    made = counter.frame_count
+    call(single, [requests[1], None, requests[0]], **options)
+    assert counter.frame_count == made > 0
+    sampling = [replace(GREEDY, logits_fn=function) for function in (without_three, halved, None)]
+    fnllm.generate(single, PROMPTS, sampling, **SMALL, **options)
+    made = counter.frame_count
+    fnllm.generate(single, PROMPTS, [sampling[1], sampling[2], sampling[0]], **SMALL, **options)
+    assert counter.frame_count == made
+
+
 def test_weights_written_in_place_trace_nothing_more(single, counter):
     counts = []
     for _ in range(3):
@@ -214,6 +236,15 @@ def test_an_edit_that_cannot_be_traced_is_named(params):
     with pytest.raises(TypeError, match=r"the edit at layers\.1\.resid_post \(item_edit\) cannot be traced by torch"):
         call(params, edits, compile="inductor")
     assert call(params, edits)[0].finish_reason == "length"
+
+
+def item_edit_in_decode(x, ctx):
+    return x if ctx.batch.max_seqlen > 1 or x.sum().item() > 0 else -x
+
+
+def test_an_edit_that_cannot_be_traced_in_decode_is_named(params):
+    with pytest.raises(TypeError, match=r"\(item_edit_in_decode\) cannot be traced by torch"):
+        call(params, fnllm.Edit(SITE, item_edit_in_decode), compile="inductor")
 
 
 @pytest.mark.slow

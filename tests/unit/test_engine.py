@@ -172,6 +172,24 @@ def test_a_state_of_other_layers_is_refused():
         other.step(state)
 
 
+def test_requests_and_states_of_another_model_are_refused():
+    engine, wide = fnllm.engine(tiny(), **SMALL), fnllm.engine(tiny(vocab_size=57), **SMALL)
+    with pytest.raises(
+        ValueError, match="prompt: token id 50 at position 1 is outside the vocabulary: ids are 0 to 40"
+    ):
+        fnllm.add(engine.init(), wide.request([3, 50], SHORT))
+    state, _ = start(wide, PROMPTS[:1])
+    running, _ = wide.step(state)
+    for one in (state, running):
+        for go_on in (engine.step, engine.launch, engine.recover):
+            with pytest.raises(ValueError, match="state belongs to an engine of another model.*vocab_size=57.*=41"):
+                go_on(one)
+    same = fnllm.engine(tiny()._replace(workspace={}), **SMALL)
+    state, (seq_id,) = start(engine, PROMPTS[:1])
+    state, _ = engine.step(state)
+    assert fnllm.tokens(drain(same, state), seq_id) == fnllm.tokens(drain(engine, state), seq_id)
+
+
 def test_swapped_layers_and_tags_share_no_prefix():
     engine = fnllm.engine(tiny(), **SMALL)
     state = engine.init()

@@ -52,6 +52,13 @@ WRONG = {
     "a mask": (lambda: Capture(SITE, torch.tensor([True, False])), TypeError, "positions must be one of.*or integers"),
     "a bool position": (lambda: Capture(SITE, [True]), TypeError, "positions must be one of"),
     "direction": (lambda: fnllm.ablate(SITE, torch.zeros(24)), ValueError, "direction has the length 0.0"),
+    "a scale in words": (lambda: fnllm.steer(SITE, torch.ones(24), "2"), TypeError, "scale must be a number, .* '2'"),
+    "no vector": (lambda: fnllm.steer(SITE, None), TypeError, "vector must be a tensor, or .*; found None"),
+    "several vectors": (
+        lambda: fnllm.steer(SITE, [torch.ones(24)] * 2), TypeError, "vector must be .* found list: torch.stack makes",
+    ),
+    "no direction": (lambda: fnllm.ablate(SITE, "x"), TypeError, "direction must be a tensor, or .*; found 'x'"),
+    "no rows to patch": (lambda: fnllm.patch(SITE, None, 0), TypeError, "rows must be a tensor, or .*; found None"),
     "narrow": (
         lambda: generate(edits=fnllm.steer(SITE, torch.ones(3))), ValueError,
         r"add_vector at layers.0.resid_post is made for .* shape \(3,\); there each token's are \(24,\)",
@@ -94,6 +101,16 @@ WRONG = {
     "no request": (lambda: fnllm.add(engine().init(), IDS), TypeError, "request must be what engine.request returns"),
     "a pair": (lambda: engine().step(add(engine())), TypeError, "state must be a fnllm.State, found tuple: it"),
     "device": (lambda: fnllm.load(device="gpu"), ValueError, "device='gpu' is not known; use 'cpu', 'cuda'"),
+    "a number for a prompt": (
+        lambda: engine().request(5, SHORT), TypeError, "prompt must be a list of token ids, found int 5",
+    ),
+    "no flight": (
+        lambda: engine().collect(add(engine())[0], None), TypeError, "flight must be what launch.* found None: .*noth",
+    ),
+    "a fork of a list": (lambda: fnllm.fork(add(engine())[0], [0]), TypeError, r"seq_id must be an int.*found \[0\]"),
+    "an append to a name": (
+        lambda: fnllm.append(add(engine())[0], "a", IDS), TypeError, "seq_id must be an integer.*found 'a'",
+    ),
     "sampling": (lambda: engine().request(IDS, None), TypeError, "sampling must be a Sampling"),
     "seed": (lambda: engine().request(IDS, SHORT, seed=1.5), ValueError, "seed must be an integer"),
     "sample": (lambda: engine().request(IDS, SHORT, sample=-1), ValueError, "sample must be an integer"),
@@ -107,6 +124,13 @@ WRONG = {
         lambda: fnllm.generate(tiny(), [IDS, [1] * 41], SHORT, **SMALL), ValueError,
         r"prompts\[1\]: prompt has 41 tokens and can never run",
     ),
+    "an event of too much": (
+        lambda: fnllm.event("step", 3), TypeError, r"event 'step' takes \(\) after the state: too many positional",
+    ),
+    "an event of too little": (
+        lambda: fnllm.event("append"), TypeError, r"event 'append' takes \(seq_id.*max_tokens.*: missing a required",
+    ),
+    "an event's option": (lambda: fnllm.event("add", IDS, SHORT, sed=1), TypeError, "event 'add' takes .*'sed'"),
     "log": (lambda: fnllm.replay(engine(), ["step"]), TypeError, "a log is a list of fnllm.event"),
 }  # fmt: skip
 

@@ -1,5 +1,7 @@
 """Edits per request in a mixed batch: the right rows, the right cache, one compiled step."""
 
+import functools
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -259,6 +261,33 @@ def test_edits_at_a_site_apply_in_the_requests_order(tiny):
     assert (one.captured[SITE] @ vector(2)).abs().max() < 1e-3 < (two.captured[SITE] @ vector(2)).abs().max()
     channels = channels_of([[steer, ablate], [ablate, steer]])
     assert placed([ablate, steer], channels) == [None, ablate, steer]
+
+
+def test_a_permutation_of_requests_has_the_same_channels(tiny):
+    a, b, other = (
+        fnllm.steer(SITE, vector(1)),
+        fnllm.ablate(SITE, vector(2)),
+        fnllm.steer("layers.0.mlp_out", vector(3)),
+    )
+    for requests in ([(a,), (other,)], [(a,), (b,)], [(a, b), (b,)], [(b, a), (a,)], [(a, other), (b,), (other, b)]):
+        assert channels_of(requests) == channels_of(requests[::-1])
+    assert len(channels_of([(a,), (b, a)])) == 2
+    one, two = (
+        fnllm.Edit(SITE, functools.partial(add_vector), vector(1)) for _ in range(2)
+    )  # of one name: as they come
+    assert [channel.apply for channel in channels_of([(two,), (one,)])] == [two.apply, one.apply]
+    assert channels_of([(a, other)]) == channels_of([(other, a)])
+    assert placed([other, a], channels_of([(a, other)])) == [other, a] == placed([a, other], channels_of([(a, other)]))
+
+
+def test_directions_may_be_batched_by_torch_func(tiny):
+    directions = torch.stack([vector(1), vector(2)])
+
+    def score(direction):
+        return fnllm.score(tiny, [PROMPT], edits=fnllm.ablate(SITE, direction))[0]
+
+    together = torch.func.vmap(score)(directions)
+    torch.testing.assert_close(together, torch.stack([score(one) for one in directions]), rtol=1e-4, atol=1e-4)
 
 
 def test_an_engine_takes_the_edits_it_was_built_for(tiny):

@@ -190,6 +190,53 @@ def test_what_is_wrong_with_a_swapped_function_is_said(tiny, mlp, error, words):
     assert len(fnllm.generate(tiny, PROMPTS[:1], GREEDY, **SMALL)[0].token_ids) == 8  # others go on
 
 
+def decoding(ctx):
+    return ctx.batch.max_seqlen == 1
+
+
+def first_row_mlp(p, x, ctx):
+    y = USUAL.mlp(p, x, ctx)
+    return y[:1] if decoding(ctx) else y  # the sum with the stream would repeat it
+
+
+def halving_mlp(p, x, ctx):
+    return USUAL.mlp(p, x.mul_(0.5) if decoding(ctx) else x, ctx)
+
+
+def attention_blind_in_decode(p, x, ctx):
+    return 0.1 * x if decoding(ctx) else USUAL.attention(p, x, ctx)
+
+
+def edit_in_decode(x, ctx):
+    return x.mul_(0.5) if decoding(ctx) else x
+
+
+@pytest.mark.parametrize(
+    "way, error, words",
+    [
+        (
+            {"layers": USUAL._replace(mlp=first_row_mlp)},
+            ValueError,
+            r"\(first_row_mlp\) must return .* found \(1, 48\)",
+        ),
+        ({"layers": USUAL._replace(mlp=halving_mlp)}, RuntimeError, r"\(halving_mlp\) changed its argument 2 in place"),
+        (
+            {"edits": fnllm.Edit("layers.0.q", edit_in_decode)},
+            RuntimeError,
+            r"\(edit_in_decode\) changed its argument 1",
+        ),
+        (
+            {"layers": USUAL._replace(attention=attention_blind_in_decode), "capture": "layers.0.q"},
+            ValueError,
+            r"nothing passes the site layers\.0\.q: layers\.attention \(attention_blind_in_decode\)",
+        ),
+    ],
+)
+def test_what_is_wrong_in_decode_steps_alone_is_said_before_any(tiny, way, error, words):
+    with pytest.raises(error, match=words):
+        fnllm.generate(tiny, PROMPTS[:1], GREEDY, **way, **SMALL)
+
+
 def by_sequence(q, k, v, ctx):
     ends = ctx.batch.cu_seqlens.tolist()
     return torch.cat([q[start:end] for start, end in zip(ends, ends[1:], strict=False)])

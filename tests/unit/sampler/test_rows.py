@@ -1,5 +1,8 @@
 """Features and rows made from requests' settings."""
 
+import functools
+import itertools
+
 import pytest
 import torch
 from unit.sampler.settings import Settings
@@ -36,6 +39,18 @@ def test_features_are_the_smallest_that_serve():
     assert features_of([Settings(min_tokens=1, stop_token_ids=(4,))], eos_token_ids=(1, 2)).stops == 4
     assert features_of([Settings(stop_token_ids=(4,))], eos_token_ids=(1, 2)).stops == 0
     assert hash(mixed) == hash(features_of([Settings(top_k=5), Settings(top_p=0.5)]))
+
+
+def test_logits_fns_have_one_order_whatever_that_of_the_rows():
+    def banning(number):
+        return lambda logits, history: logits - number  # functions of one name
+
+    functions = [banning(1), banning(2), hook, min]
+    wanted = features_of([Settings(logits_fn=one) for one in functions])
+    assert set(wanted.logits_fns) == set(functions)
+    for others in itertools.permutations(functions):
+        each = [features_of([Settings(logits_fn=one)]) for one in others]
+        assert functools.reduce(union, each) == features_of([Settings(logits_fn=one) for one in others]) == wanted
 
 
 @pytest.mark.parametrize("a", [Settings(temperature=0), Settings(top_k=3), Settings(min_p=0.1), Settings(logprobs=1)])
