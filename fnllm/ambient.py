@@ -5,6 +5,7 @@ import gc
 from collections.abc import Callable, Iterator
 
 import torch
+from torch._C._functorch import maybe_current_level
 
 NEVER = 2**31 - 1  # collections of the middle generation before one of all
 
@@ -47,3 +48,8 @@ def full_collections_off(graphs_traced: Callable[[], int]) -> Iterator[None]:
             gc.set_threshold(*usual)
             if gc.isenabled() and graphs_traced() != traced:
                 gc.collect()
+
+
+def in_torch_func() -> bool:
+    """Whether a transform of torch.func is at work, in which a tensor may stand for many and nothing is recomputed."""
+    return maybe_current_level() is not None

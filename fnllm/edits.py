@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import maybe_current_level
+
+from fnllm.ambient import in_torch_func
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +72,7 @@ def ablate(site: str, direction: Any) -> Edit:
     direction = tensor_of("direction", direction)
     length = direction.to(torch.promote_types(direction.dtype, torch.float32)).norm()
     # Under torch.func it may stand for many lengths, of which none can be looked at.
-    if maybe_current_level() is None and (not length > 0 or length == torch.inf):
+    if not in_torch_func() and (not length > 0 or length == torch.inf):
         raise ValueError(f"direction has the length {float(length)}; it must be above 0 and finite to be a direction")
     return Edit(site, remove_direction, direction / length.to(direction.dtype))
 

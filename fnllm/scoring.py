@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch._C._functorch import maybe_current_level
 from torch.utils.checkpoint import checkpoint as recompute
 
+from fnllm.ambient import in_torch_func
 from fnllm.batch import Batch
 from fnllm.capture import NOTHING, Capture, captures_of_each, expand, union_of_sites, wanted
 from fnllm.completion import TokenLogprob
@@ -271,11 +271,6 @@ def by_head(
             yield recompute(run, *part, use_reentrant=False)
         else:
             yield run(*part)
-
-
-def in_torch_func() -> bool:
-    """Whether a transform of torch.func is at work, in which nothing can be recomputed."""
-    return maybe_current_level() is not None
 
 
 def with_captured(
