@@ -9,6 +9,7 @@ closes with a table of each rate, its ratio to the best other engine and its sha
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,11 +32,12 @@ POLL_S = 0.02
 
 
 class Engine:
-    """An engine's process; `run` gives it a workload and waits for its rows."""
+    """An engine's process; `run` gives it a workload and waits for its rows, `limit` seconds at most."""
 
-    def __init__(self, name: str, command: Sequence[str], folder: Path):
+    def __init__(self, name: str, command: Sequence[str], folder: Path, limit: float):
         self.name, self.rows, self.log = name, folder / f"{name}.jsonl", folder / f"{name}.log"
         self.rows.touch()
+        self.limit, self.began = limit, time.monotonic()
         self.ended = 0
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
@@ -43,13 +45,20 @@ class Engine:
             )
 
     def wait(self) -> bool:
-        """Until it has ended one thing more, or has died: whether it lives."""
+        """Until it has ended one thing more, or has died: whether it lives. One that does not answer is ended."""
         while True:
             ended = sum(bool(row.get("ended")) for row in self.found())
             if ended > self.ended:
                 self.ended = ended
                 return True
             if self.process.poll() is not None:
+                return False
+            if time.monotonic() - self.began > self.limit:
+                os.kill(self.process.pid, signal.SIGUSR1)  # at which it says where it is
+                time.sleep(1)
+                with open(self.log, "a") as log:
+                    log.write(f"\nit did not answer for {self.limit:.0f} s\n")
+                self.stop()
                 return False
             time.sleep(POLL_S)
 
@@ -60,6 +69,7 @@ class Engine:
     def run(self, which: str) -> bool:
         """Measure a workload: whether the process lives."""
         assert self.process.stdin is not None
+        self.began = time.monotonic()
         try:
             self.process.stdin.write(which + "\n")
             self.process.stdin.flush()
@@ -80,7 +90,9 @@ class Engine:
         self.process.wait()
 
 
-def side_by_side(commands: dict[str, Sequence[str]], work: Sequence[str], folder: Path) -> Iterator[list[dict]]:
+def side_by_side(
+    commands: dict[str, Sequence[str]], work: Sequence[str], folder: Path, limit: float
+) -> Iterator[list[dict]]:
     """All engines' rows so far, after each workload: they start at the same time, then take turns."""
     engines: list[Engine] = []
     try:
@@ -88,7 +100,7 @@ def side_by_side(commands: dict[str, Sequence[str]], work: Sequence[str], folder
             if name in SIZED_BY_WHAT_IS_FREE:
                 for engine in engines:
                     engine.ready()
-            engines.append(Engine(name, commands[name], folder))
+            engines.append(Engine(name, commands[name], folder, limit))
         for engine in engines:
             engine.ready()
         for which in work:
@@ -172,15 +184,21 @@ def main() -> None:
     parser.add_argument(
         "--checkpoint", help="folder of the peers' checkpoint, {size} is replaced; default: one is made"
     )
+    parser.add_argument("--limit", type=float, default=300, help="seconds of a start or a workload")
+    parser.add_argument("--logs", type=Path, help="folder to keep what the engines said")
     parser.add_argument("--engines", help="those to measure, comma-separated; default: all that are there")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # and so the engines too
     facts, rows = provenance(), []
     for size in args.size.split(","):
         before = rows
         with tempfile.TemporaryDirectory() as folder:
-            for found in side_by_side(commands(args, size, Path(folder)), args.work.split(","), Path(folder)):
+            started = commands(args, size, Path(folder))
+            for found in side_by_side(started, args.work.split(","), Path(folder), args.limit):
                 rows = before + found
                 args.out.write_text(json.dumps(dict(**facts, rows=rows), indent=1) + "\n")
+            if args.logs:
+                shutil.copytree(folder, args.logs / size, dirs_exist_ok=True)
     print(table(rows))
 
 

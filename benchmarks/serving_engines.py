@@ -4,7 +4,9 @@ Names of workloads come by stdin, one a line; rows go to the file of the setting
 workload, and that of the start, have `ended`. What a peer needs is imported here alone.
 """
 
+import faulthandler
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -96,6 +98,8 @@ def rounded(value: Any) -> Any:
 
 def main() -> None:
     engine, s = sys.argv[1], SimpleNamespace(**json.loads(sys.argv[2]))
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # says where each thread is, for `serving.py` to end it then
 
     def emit(**row: Any) -> None:
         row = {name: rounded(value) for name, value in dict(engine=engine, size=s.size, **row).items()}

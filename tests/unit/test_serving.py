@@ -10,7 +10,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 # An engine that answers each workload with a row, writes down when it worked, and dies on one of them.
 STAND_IN = """
-import json, os, subprocess, sys
+import faulthandler, json, os, signal, subprocess, sys, time
+faulthandler.register(signal.SIGUSR1)
 name, rows, turns, dies_at = sys.argv[1:]
 helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 def emit(**row):
@@ -19,6 +20,8 @@ def emit(**row):
 emit(workload="start", helper=helper.pid, ended=True)
 for line in sys.stdin:
     which = line.strip()
+    if "!" + which == dies_at:
+        time.sleep(600)
     if which == dies_at:
         print("no memory is left")
         os._exit(3)
@@ -41,15 +44,15 @@ def serving(monkeypatch):
             del sys.modules[name]
 
 
-def run(serving, folder: Path, deaths: dict[str, str]) -> tuple[list[dict], list[str]]:
-    """The rows of stand-ins that die at the workloads named, and the turns that were taken."""
+def run(serving, folder: Path, deaths: dict[str, str], limit: float = 60) -> tuple[list[dict], list[str]]:
+    """The rows of stand-ins that die, or with a ! stop, at the workloads named, and the turns that were taken."""
     program = folder / "stand_in.py"
     program.write_text(STAND_IN)
     commands = {
         name: [sys.executable, str(program), name, str(folder / f"{name}.jsonl"), str(folder / "turns"), at]
         for name, at in deaths.items()
     }
-    *_, rows = serving.side_by_side(commands, ["W4", "W1", "W2"], folder)
+    *_, rows = serving.side_by_side(commands, ["W4", "W1", "W2"], folder, limit)
     return rows, (folder / "turns").read_text().splitlines()
 
 
@@ -74,6 +77,14 @@ def test_an_engine_that_dies_leaves_its_rows_and_the_others_go_on(serving, tmp_p
     (error,) = [row for row in rows if "error" in row]
     assert error["engine"] == "vllm" and "no memory is left" in error["error"]
     assert [row["workload"] for row in rows if row["engine"] == "vllm" and "tok_s" in row] == ["W4"]
+
+
+def test_an_engine_that_stops_is_ended_and_said_where_it_was(serving, tmp_path):
+    rows, turns = run(serving, tmp_path, {"fnllm": "", "vllm": "!W1"}, limit=3)
+    assert turns == ["fnllm W4", "vllm W4", "fnllm W1", "fnllm W2"]
+    (error,) = [row for row in rows if "error" in row]
+    assert error["engine"] == "vllm" and "it did not answer for 3 s" in error["error"]
+    assert "most recent call first" in (tmp_path / "vllm.log").read_text()
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="looks processes up in /proc")
