@@ -1,5 +1,9 @@
 """The bench command on the embedded model."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from fnllm import bench
@@ -29,3 +33,14 @@ def test_wrong_arguments_are_named_in_one_line(argv, words, capsys):
         bench.main(argv)
     out, err = capsys.readouterr()
     assert end.value.code == 2 and out == "" and words in err and err.count("\n") == 1
+
+
+@pytest.mark.gpu
+def test_a_process_that_begins_by_preparing_its_steps_ends():
+    """In the default mode, where the first thing to be compiled is then a decode step and not a prompt."""
+    arguments = ["--batch", "1,3", "--prompt-tokens", "8", "--new-tokens", "3", "--repeats", "1"]
+    program = f"from fnllm import bench; bench.main({arguments})"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [line.split()[0] for line in done.stdout.splitlines()[2:]] == ["1", "3"]
