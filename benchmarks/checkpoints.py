@@ -24,11 +24,13 @@ def make_checkpoint(folder: Path, size: str, device: str) -> None:
 
     import fnllm
 
-    fnllm.save(random_params(size, dtype="bfloat16", device=device), folder)
+    unfinished = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
+    fnllm.save(random_params(size, dtype="bfloat16", device=device), unfinished)
     if size in SHAPES:  # with the fields that other programs read
-        (folder / "config.json").write_text(json.dumps(config_dict(size)) + "\n")
+        (unfinished / "config.json").write_text(json.dumps(config_dict(size)) + "\n")
     for tokenizer in (ROOT / "fnllm" / "demo").glob("tokenizer*.json"):
-        shutil.copy(tokenizer, folder)
+        shutil.copy(tokenizer, unfinished)
+    unfinished.rename(folder)
 
 
 if __name__ == "__main__":

@@ -194,11 +194,13 @@ def main() -> None:
         before = rows
         with tempfile.TemporaryDirectory() as folder:
             started = commands(args, size, Path(folder))
-            for found in side_by_side(started, args.work.split(","), Path(folder), args.limit):
-                rows = before + found
-                args.out.write_text(json.dumps(dict(**facts, rows=rows), indent=1) + "\n")
-            if args.logs:
-                shutil.copytree(folder, args.logs / size, dirs_exist_ok=True)
+            try:
+                for found in side_by_side(started, args.work.split(","), Path(folder), args.limit):
+                    rows = before + found
+                    args.out.write_text(json.dumps(dict(**facts, rows=rows), indent=1) + "\n")
+            finally:
+                if args.logs:
+                    shutil.copytree(folder, args.logs / size, dirs_exist_ok=True)
     print(table(rows))
 
 

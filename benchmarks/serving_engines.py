@@ -30,7 +30,8 @@ def fnllm_generate(s: SimpleNamespace) -> Generate:
     params = random_params(s.size, dtype="bfloat16", device="cuda")
     blocks = CACHE_BYTES // (BLOCK * cost(s.size).cache_bytes)
     options = dict(compile=s.compile, max_model_len=s.max_model_len, num_blocks=blocks)
-    fnllm.engine(params, **options).prepare(fnllm.Sampling(temperature=TEMPERATURE))
+    engine = fnllm.engine(params, report=lambda line: print(line, flush=True), **options)
+    engine.prepare(fnllm.Sampling(temperature=TEMPERATURE))
 
     def generate(prompts: list, lens: list) -> None:
         sampling = [fnllm.Sampling(temperature=TEMPERATURE, max_tokens=n, ignore_eos=True) for n in lens]

@@ -102,7 +102,9 @@ class StepRunner:
     def replay(self, tree: ParamTree, host: HostInputs, bucket: Bucket, report: Report) -> StepOutput:
         """Run one step by its bucket's graph, recorded first if there is none for these parameters."""
         graph = self.graphs.get(bucket)
-        if graph is None or (graph.tree is not tree and graph.places != places(tree)):
+        if graph is not None and graph.tree is not tree and graph.places == places(tree):
+            graph.tree = tree  # the same tensors in other containers, known by these from now on
+        if graph is None or graph.tree is not tree:
             graph = self.graphs[bucket] = self.record(tree, bucket, report)
         self.refresh(graph, host)
         graph.graph.replay()
@@ -115,12 +117,12 @@ class StepRunner:
     def start_over(self) -> None:
         """Capture anew: the graphs hold what the step's functions held, or where that lay.
 
-        torch.compile makes another graph of operations for each number that a function holds, and keeps those before,
-        but refuses after so many.
+        torch.compile makes other graphs of operations for each number that a function holds and keeps those before, but
+        refuses after so many. A step of one entry has two: for one token and for several.
         """
         self.graphs.clear()
         self.stale += 1
-        if self.settings.traced and self.stale >= torch._dynamo.config.recompile_limit:
+        if self.settings.traced and 2 * (self.stale + 1) > torch._dynamo.config.recompile_limit:
             self.compiled.clear()
             self.stale = 0
 

@@ -285,7 +285,7 @@ def kind_of(x: Any) -> str:
 
 def full_name(function: Callable) -> tuple[str, str]:
     """A function's module and name, or those of a callable object's type: the same in every process."""
-    return str(function.__module__), getattr(function, "__qualname__", type(function).__qualname__)
+    return str(getattr(function, "__module__", None)), getattr(function, "__qualname__", type(function).__qualname__)
 
 
 def name_of(function: Callable) -> str:

@@ -347,6 +347,8 @@ class Machine:
         to prepare.
         """
         self.version_of(params, variant)  # so that it is noticed if they lie elsewhere when the graphs are used
+        for function in features.logits_fns:
+            self.version_held(function)
         if not self.settings.captured:
             return
         scratch = self.settings.max_num_seqs

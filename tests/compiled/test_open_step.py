@@ -133,9 +133,11 @@ def test_a_function_may_hold_more_numbers_one_after_the_other_than_are_traced_fo
     def tokens(**options):
         layers = fnllm.Layers()._replace(mlp=scaled) if kind == "layer" else None
         sampling = GREEDY if kind == "layer" else replace(GREEDY, logits_fn=leaning)
-        return [out.token_ids for out in fnllm.generate(single, PROMPTS, sampling, layers=layers, **SMALL, **options)]
+        several = [PROMPTS, *([prompt] for prompt in PROMPTS[:2]), [[7]]]  # one entry of several tokens, and of one
+        calls = [fnllm.generate(single, prompts, sampling, layers=layers, **SMALL, **options) for prompts in several]
+        return [[out.token_ids for out in outs] for outs in calls]
 
-    with torch._dynamo.config.patch(recompile_limit=2):
+    with torch._dynamo.config.patch(recompile_limit=4):
         for number in range(4):
             held[0] = 0.3 * number
             assert tokens(compile="inductor") == tokens(), number

@@ -194,6 +194,20 @@ def test_a_function_that_held_nothing_is_noticed_once_it_holds_something():
     assert run().cached_tokens == 0
 
 
+def test_what_a_logits_fn_holds_is_looked_at_before_its_steps_are_prepared(monkeypatch):
+    """Else the first request's look would be the first one, at which graphs go."""
+    params, function = tiny(0)._replace(workspace={}), Bias(5)
+    engine = fnllm.engine(params, **SMALL)
+    sampling = dataclasses.replace(SHORT, logits_fn=function)
+    engine.prepare(sampling)
+    features = fnllm.sampler.rounded(fnllm.sampler.features_of([sampling], eos_token_ids=params.config.eos_token_ids))
+    runner = engine.machine.runner(engine.variant, features, params.tree)
+    runner.graphs["a bucket"] = "a graph"
+    state, _ = fnllm.add(engine.init(), engine.request(PROMPT, sampling))
+    engine.step(state)
+    assert runner.graphs
+
+
 def test_prepare_tries_functions_without_gradients(monkeypatch):
     params, seen = tiny(0)._replace(workspace={}), []
     engine = fnllm.engine(params, **SMALL)
