@@ -1,4 +1,7 @@
-"""A checkpoint of random weights for programs that must load one: `python benchmarks/checkpoints.py 8b FOLDER`."""
+"""A checkpoint of random weights for programs that must load one: `python benchmarks/checkpoints.py 8b FOLDER`.
+
+Made by this command it has a tokenizer too, the demo's, without which some do not start.
+"""
 
 import argparse
 import json
@@ -15,8 +18,8 @@ def room_for_checkpoint() -> Path:
     return shared if shared.exists() and shutil.disk_usage(shared).free > ROOM else Path(tempfile.gettempdir())
 
 
-def make_checkpoint(folder: Path, size: str, device: str) -> None:
-    """Random bf16 weights in one of the workloads' shapes, and the demo's tokenizer, unless they are there."""
+def make_checkpoint(folder: Path, size: str, device: str, tokenizer: bool = False) -> None:
+    """Random bf16 weights in one of the workloads' shapes, unless they are there, and if asked the demo's tokenizer."""
     if (folder / "config.json").exists():
         return
     from provenance import ROOT, random_params
@@ -28,8 +31,9 @@ def make_checkpoint(folder: Path, size: str, device: str) -> None:
     fnllm.save(random_params(size, dtype="bfloat16", device=device), unfinished)
     if size in SHAPES:  # with the fields that other programs read
         (unfinished / "config.json").write_text(json.dumps(config_dict(size)) + "\n")
-    for tokenizer in (ROOT / "fnllm" / "demo").glob("tokenizer*.json"):
-        shutil.copy(tokenizer, unfinished)
+    if tokenizer:
+        for file in (ROOT / "fnllm" / "demo").glob("tokenizer*.json"):
+            shutil.copy(file, unfinished)
     unfinished.rename(folder)
 
 
@@ -39,4 +43,4 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
-    make_checkpoint(args.folder, args.size, args.device)
+    make_checkpoint(args.folder, args.size, args.device, tokenizer=True)

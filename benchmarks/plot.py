@@ -11,6 +11,7 @@ import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
 SIZES = ("0.6b", "8b")
+STYLES = (("fnllm", "o-", "tab:blue"), ("vllm", "s:", "tab:orange"), ("nano-vllm", "s:", "tab:green"))
 
 
 def main() -> None:
@@ -19,17 +20,20 @@ def main() -> None:
     parser.add_argument("--out", default=HERE.parent / "docs" / "decode_throughput.png")
     args = parser.parse_args()
     results = json.loads(Path(args.results).read_text())
-    decode = {key: [r for r in results[key] if r.get("workload") == "W3" and "batch" in r] for key in ("rows", "peers")}
+    decode = [row for row in results["rows"] if row.get("workload") == "W3" and "batch" in row]
+    # Before engines took turns, peers had rows of other names.
+    earlier = [row for row in results.get("peers", ()) if row.get("workload") == "W3" and "batch" in row]
+    rates = [(row["engine"], row["size"], row["batch"], row["tok_s"]) for row in decode]
+    rates += [(row["peer"], row["size"], row["batch"], row["decode_tok_s"]) for row in earlier]
     figure, axes = plt.subplots(1, len(SIZES), figsize=(10, 3.6), constrained_layout=True)
     for axis, size in zip(axes, SIZES, strict=True):
-        mine = sorted((r["batch"], r["tok_s"], r["floor_tok_s"]) for r in decode["rows"] if r["size"] == size)
-        batches = [batch for batch, _, _ in mine]
-        axis.plot(batches, [floor for _, _, floor in mine], "--", color="grey", label="limit of the machine")
-        axis.plot(batches, [rate for _, rate, _ in mine], "o-", color="tab:blue", label="fnllm")
-        for peer, color in (("vllm", "tab:orange"), ("nano-vllm", "tab:green")):
-            found = [r for r in decode["peers"] if (r["peer"], r["size"]) == (peer, size)]
-            points = sorted((r["batch"], r["decode_tok_s"]) for r in found)
-            axis.plot(*zip(*points, strict=True), "s:", markersize=4, color=color, label=peer)
+        limit = sorted({(row["batch"], row["floor_tok_s"]) for row in decode if row["size"] == size})
+        batches = [batch for batch, _ in limit]
+        axis.plot(batches, [floor for _, floor in limit], "--", color="grey", label="limit of the machine")
+        for engine, style, color in STYLES:
+            points = sorted((batch, rate) for name, shape, batch, rate in rates if (name, shape) == (engine, size))
+            if points:
+                axis.plot(*zip(*points, strict=True), style, markersize=4, color=color, label=engine)
         axis.set(
             xscale="log",
             yscale="log",

@@ -116,7 +116,7 @@ def rows_of(engine: Engine) -> list[dict]:
     """An engine's rows, and how it ended if it has."""
     rows = [{key: value for key, value in row.items() if key != "ended"} for row in engine.found()]
     if engine.process.poll() is not None:
-        rows.append(dict(engine=engine.name, workload="start", error=last_words(engine.log)))
+        rows.append(dict(engine=engine.name, error=last_words(engine.log)))
     return rows
 
 
@@ -162,7 +162,8 @@ def commands(args: argparse.Namespace, size: str, folder: Path) -> dict[str, lis
     pythons.update(pair.split("=", 1) for pair in args.python)
     if args.engines:
         pythons = {name: python for name, python in pythons.items() if name in args.engines.split(",")}
-    checkpoint = args.checkpoint.format(size=size) if args.checkpoint else str(room_for_checkpoint() / f"qwen3-{size}")
+    made = str(room_for_checkpoint() / f"fnllm-serving-{size}")
+    checkpoint = args.checkpoint.format(size=size) if args.checkpoint else made
     if len(pythons) > ("fnllm" in pythons):
         subprocess.run([sys.executable, str(HERE / "checkpoints.py"), size, checkpoint], check=True)
     settings = dict(size=size, checkpoint=checkpoint, compile=args.compile, max_model_len=args.max_model_len)
@@ -196,7 +197,7 @@ def main() -> None:
             started = commands(args, size, Path(folder))
             try:
                 for found in side_by_side(started, args.work.split(","), Path(folder), args.limit):
-                    rows = before + found
+                    rows = before + [{"size": size, **row} for row in found]
                     args.out.write_text(json.dumps(dict(**facts, rows=rows), indent=1) + "\n")
             finally:
                 if args.logs:

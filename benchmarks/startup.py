@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--mode", choices=MODES, help="measure this one in this process")
     args = parser.parse_args()
-    args.checkpoint = args.checkpoint or room_for_checkpoint() / f"qwen3-{args.size}"
+    args.checkpoint = args.checkpoint or room_for_checkpoint() / f"fnllm-startup-{args.size}"
     if args.mode:
         print(json.dumps(start(args)))
         return
