@@ -15,6 +15,7 @@ from fnllm import fusing
 from fnllm.batch import Rows, StepInputs
 from fnllm.buckets import Bucket, HostInputs, padding
 from fnllm.cache import KVCache
+from fnllm.fallbacks import name_fallbacks
 from fnllm.fusing import fuse_norms
 from fnllm.held import tensors_of
 from fnllm.options import Settings
@@ -194,7 +195,7 @@ class StepRunner:
 
 
 def inductor_options() -> dict[str, Any]:
-    """What the compiler must do, `fuse_norms`, in place of a pass set in Inductor's own config, and what it must not.
+    """What the compiler must do with each graph, in place of a pass set in Inductor's own config, and what it must not.
 
     Its reordering of a graph for the peak of memory loses sight of what is written in place: it put a kernel that reads
     an all-reduce's result before the all-reduce (torch 2.13, two ranks, edits and captures in one step).
@@ -202,16 +203,17 @@ def inductor_options() -> dict[str, Any]:
     import torch._inductor.config as inductor
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-    class FuseNorms(CustomGraphPass):
+    class BeforeLowering(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
             fuse_norms(graph)
+            name_fallbacks(graph)
 
         def uuid(self) -> bytes:
             """Part of the name under which a compiled graph is found on disk by the next process."""
             return get_hash_for_files((fusing.__file__, linear_add_norm.__file__))
 
     avoided = {"reorder_for_peak_memory": False} if hasattr(inductor, "reorder_for_peak_memory") else {}
-    return {**avoided, "post_grad_custom_post_pass": FuseNorms()}
+    return {**avoided, "post_grad_custom_post_pass": BeforeLowering()}
 
 
 def start_compilers() -> None:

@@ -22,7 +22,7 @@ SOURCES = sorted(path for folder in PACKAGES.values() for path in folder.rglob("
 # The order inside fnllm: a module imports only from lines above its own. `__init__` loads names at their first use.
 LAYERS = """
     ambient optimizers
-    fingerprint fusing held completion sampling packed_attention rope tensor_parallel edits scheduler cache
+    fallbacks fingerprint fusing held completion sampling packed_attention rope tensor_parallel edits scheduler cache
     one_shot capture taps sampler text prompts progress
     distributed batch state failures writes row_features
     loading watch context rows
