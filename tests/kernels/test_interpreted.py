@@ -326,4 +326,7 @@ else:
         want[4:] = 0
         zero_tail(out, torch.tensor([0, 3, 4], dtype=torch.int32))
         assert torch.equal(out, want)
+        out[4:] = 1
+        zero_tail(out, cases.apart(torch.tensor([0, 3, 4], dtype=torch.int32)))
+        assert torch.equal(out, want)
         zero_tail(out[:0], torch.tensor([0, 0], dtype=torch.int32))  # no rows, nothing to clear
