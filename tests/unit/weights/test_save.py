@@ -120,6 +120,14 @@ def test_generation_settings_and_tokenizer_go_along(oracle, tmp_path):
     assert again.tokenizer.chat_templates == {"default": "{{ messages }}"}
 
 
+def test_an_earlier_tokenizers_templates_are_not_read(oracle, tmp_path):
+    params, words = load(oracle / "qwen3-tiny"), tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a"))
+    more = {"chat_template.jinja": "old", "additional_chat_templates/tool_use.jinja": "old tools"}
+    for side in (more, {"tokenizer_config.json": '{"chat_template": "new"}'}):
+        save(params._replace(tokenizer=make_tokenizer(words, side)), tmp_path)
+    assert load(tmp_path).tokenizer.chat_templates == {"default": "new"}
+
+
 def test_a_model_made_from_nothing(tmp_path):
     config = ModelConfig(
         architecture="LlamaForCausalLM", vocab_size=11, hidden_size=6, intermediate_size=7, num_hidden_layers=2,
