@@ -146,7 +146,9 @@ def make_tokenizer(backend: tokenizers.Tokenizer, side_files: Mapping[str, str] 
     # A length limit or padding that training left in the file would silently cut or fill prompts.
     backend.no_truncation()
     backend.no_padding()
-    config = {**_json(side, "special_tokens_map.json"), **_json(side, "tokenizer_config.json")}
+    config = _json(side, "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:  # an older form, whose special tokens the file beside it names
+        config |= _json(side, "special_tokens_map.json")
     special = _special_tokens(config)
     added = backend.get_added_tokens_decoder()
     return Tokenizer(
