@@ -175,7 +175,9 @@ def mlp(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "T H"]:
 def gated(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "T I"]:
     """The activation of gate and up; one kernel may do both where both functions are the usual ones."""
     if on_device(x, ctx) and ctx.layers.linear is linear and ctx.layers.activation is activation:
-        return small_linear(x, p["gate_up"], bias=p.get("gate_up_bias"), gated=True, fixed=ctx.owns(p["gate_up"]))
+        bias = p.get("gate_up_bias")
+        fixed = ctx.owns(p["gate_up"]) and (bias is None or ctx.owns(bias))  # the kernel fetches both early
+        return small_linear(x, p["gate_up"], bias=bias, gated=True, fixed=fixed)
     gate_up = ctx.layers.linear(p["gate_up"], x, ctx)
     if "gate_up_bias" in p:
         gate_up = gate_up + p["gate_up_bias"]

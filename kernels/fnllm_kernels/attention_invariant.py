@@ -36,13 +36,15 @@ def paged_attention_invariant(
     entry = torch.repeat_interleave(torch.arange(counts.shape[0], device=q.device), counts)
     token = torch.arange(entry.shape[0], device=q.device)
     position = context_lens.long()[entry] - cu_seqlens_q.long()[entry + 1] + token
-    for start in range(0, entry.shape[0], _QUERIES):
-        stop = min(start + _QUERIES, entry.shape[0])
-        index = (start + torch.arange(_QUERIES, device=q.device)).clamp(max=stop - 1)
+    # A query of a sequence without keys, as padding has, sees nothing and keeps its zeros.
+    seeing = token[position >= 0]
+    for start in range(0, seeing.shape[0], _QUERIES):
+        some = seeing[start : start + _QUERIES]
+        index = torch.cat((some, some[-1:].expand(_QUERIES - some.shape[0])))
         rows = _attend(
             q[index], k_cache, v_cache, block_tables[entry[index]].long(), position[index], scale=scale, window=window
         )
-        out[start:stop] = rows[: stop - start]
+        out[some] = rows[: some.shape[0]]
     return out
 
 

@@ -96,10 +96,11 @@ def decode_plan(
     batch, device = context_lens.shape[0], context_lens.device
     plan = torch.empty(plan_size(batch, num_kv_heads, device), dtype=torch.int32, device=device)
     spare = 0 if direct else _spare_items(num_kv_heads, device, tiling.programs)
-    _plan_kernel[(triton.cdiv(batch, _ROWS),)](
+    some = max(1, batch)  # of no sequences, too, somebody must say that the items have none
+    _plan_kernel[(triton.cdiv(some, _ROWS),)](
         context_lens, cu_seqlens_q, plan, batch, spare, window, batch * num_kv_heads,
         HEADER=HEADER, ALIGN=tiling.keys, LEAST=max(tiling.keys, tiling.least_chunk), DIVIDED=not direct,
-        BLOCK_B=triton.next_power_of_2(batch), ROWS=_ROWS, BLOCK_J=16, num_warps=4,
+        BLOCK_B=triton.next_power_of_2(some), ROWS=_ROWS, BLOCK_J=16, num_warps=4,
     )  # fmt: skip
     return plan
 

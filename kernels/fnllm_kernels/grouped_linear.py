@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, library
 
+from fnllm_kernels.layouts import vectors
+
 try:
     import triton
     import triton.language as tl
@@ -136,7 +138,7 @@ def launch_grouped_linear(
     config: dict[str, int] | None = None,
 ) -> Float[Tensor, "R O"]:
     """The Triton form of `grouped_linear_reference`; `config` replaces `tiles_for`."""
-    (rows, width), (groups, outputs, _) = x.shape, w.shape
+    (rows, width), (groups, outputs, _), (ends,) = x.shape, w.shape, vectors(ends)
     y = x.new_empty(rows, outputs)
     config = tiles_for(rows, groups, x.dtype) if config is None else config
     # Each group fills whole tiles but for its last one.

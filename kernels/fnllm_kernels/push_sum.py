@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fnllm_kernels.decode_tiles import triton
 from fnllm_kernels.dependent_launch import dependent_launch
+from fnllm_kernels.layouts import in_pairs
 
 FEW = 512 * 1024  # bytes up to which words with a count are the faster
 WORDS, WARPS = 256, 4  # of a program for few bytes: a thread stores two words, 16 bytes, at a time
@@ -203,7 +204,7 @@ def push_sum(x: Tensor, mailbox: Mailbox) -> Tensor:
             f"push_sum: x is {tuple(x.shape)} {x.dtype}; it must be of {', '.join(map(str, DTYPES))}, a multiple of 4 "
             f"bytes and at most {mailbox.largest} bytes"
         )
-    words = x.contiguous().view(-1).view(torch.int32)
+    words = in_pairs(x).view(-1).view(torch.int32)
     y, count, pdl = torch.empty_like(words), words.shape[0], dependent_launch(x.device)
     settings = dict(
         RANKS=mailbox.ranks, RANK=mailbox.rank, PDL=pdl,

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fnllm_kernels import noise, order_keys
+from fnllm_kernels.layouts import vectors
 
 try:
     import triton
@@ -65,7 +66,7 @@ def launch_sample_logits(
     valid: int,
 ) -> Int[Tensor, " B"]:
     """The Triton form of `sample_logits_reference`."""
-    rows, vocab = logits.shape
+    (rows, vocab), (temperature, seed, position) = logits.shape, vectors(temperature, seed, position)
     best = torch.full((rows,), LEAST_KEY, dtype=torch.int64, device=logits.device)
     tile = 1024 if rows <= 8 else 2048  # few rows need small tiles to occupy the device
     _sample_logits_kernel[(triton.cdiv(vocab, tile), rows)](

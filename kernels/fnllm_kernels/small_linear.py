@@ -50,7 +50,7 @@ def linear_reference(x, w, *, bias=None, residual=None, norm=None, eps=0.0, gate
     if gated:
         gate, up = y.chunk(2, dim=-1)
         y = torch.nn.functional.silu(gate) * up
-    return y if residual is None else residual + y
+    return y if residual is None else y + residual  # in this order, for the sum's layout is that of its first term
 
 
 def takes(x, w) -> bool:
@@ -60,6 +60,8 @@ def takes(x, w) -> bool:
     (benchmarks/results/decode_kernels.json).
     """
     rows, size = x.shape[0], w.numel()
+    if w.storage_offset() % 2:  # it is read as pairs, and begins between two
+        return False
     if not (x.is_cuda and triton is not None and x.dtype == w.dtype == torch.bfloat16 and w.is_contiguous()):
         return False
     return x.shape[1] % 8 == 0 and (rows == 1 or (rows <= MAX_ROWS and size <= LARGE_WEIGHT))

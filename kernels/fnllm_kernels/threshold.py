@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, library
 
+from fnllm_kernels.layouts import vectors
 from fnllm_kernels.order_keys import from_sortable
 
 try:
@@ -152,7 +153,7 @@ def launch_measure_above(
     logits: Tensor, top: Tensor, temperature: Tensor, probes: Tensor, by_mass: bool, valid: int
 ) -> Tensor:
     """The Triton form: tiles of the vocabulary add their parts atomically, exact because they are integers."""
-    rows, count = probes.shape
+    (rows, count), (top, temperature) = probes.shape, vectors(top, temperature)
     out = torch.zeros(rows, count, dtype=torch.int64, device=logits.device)
     tile = _tile(rows)
     _measure_kernel[(triton.cdiv(max(valid, 1), tile), rows)](
@@ -166,7 +167,7 @@ def launch_reach(
     logits: Tensor, top: Tensor, temperature: Tensor, target: Tensor, by_mass: bool, valid: int
 ) -> tuple[Tensor, Tensor]:
     """The Triton form: a launch for each digit, which finds its probes from the measures before it, and one to end."""
-    bits, unit = search_range(logits.dtype)
+    (bits, unit), (top, temperature, target) = search_range(logits.dtype), vectors(top, temperature, target)
     rows, passes, tile = logits.shape[0], bits // DIGIT, _tile(logits.shape[0])
     measures = torch.zeros(passes, rows, PROBES + 1, dtype=torch.int64, device=logits.device)
     value, above = torch.empty_like(top), torch.empty_like(target)

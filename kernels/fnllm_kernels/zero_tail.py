@@ -6,6 +6,8 @@ Axes: T packed tokens, B sequences.
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from .layouts import vectors
+
 try:
     import triton
     import triton.language as tl
@@ -22,7 +24,7 @@ def zero_tail(out: Float[Tensor, "T ..."], cu_seqlens_q: Int[Tensor, " B_plus_1"
     if triton is None:
         out[int(cu_seqlens_q[-1]) :] = 0
         return
-    width = out[0].numel()
+    width, (cu_seqlens_q,) = out[0].numel(), vectors(cu_seqlens_q)
     _zero_tail_kernel[(_PROGRAMS,)](
         out, cu_seqlens_q, cu_seqlens_q.shape[0] - 1, out.shape[0], width, PROGRAMS=_PROGRAMS, BLOCK=1024
     )

@@ -6,9 +6,10 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "kernels"))
+sys.path.extend([str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "kernels")])
 
 import torch
+from kernel_cases import apart
 
 from fnllm_kernels import sample_logits, threshold
 from fnllm_kernels.order_keys import NAN_ID, NOTHING_ID, packed_ids, packed_scores
@@ -65,7 +66,24 @@ def check_threshold(device: str = "cpu") -> None:
                 )
 
 
+def check_strides(device: str = "cpu") -> None:
+    """Settings of rows lie apart, or are one number for all, where a `sample` of one's own changes them."""
+    torch.manual_seed(3)
+    logits = torch.randn(3, 70, device=device)
+    top, one, seed = logits.amax(-1), torch.tensor(0.7, device=device), torch.tensor([5, 6, 7], device=device)
+    target, probes = torch.tensor([2, 5, 9], device=device), torch.zeros(3, 1, device=device)
+    for form, temperature in ((apart, one.repeat(3)), (lambda x: x, one.expand(3))):
+        plain = temperature.contiguous()
+        for run, usual, strided in (
+            (sample_logits.launch_sample_logits, (plain, seed, seed), (form(temperature), form(seed), form(seed))),
+            (threshold.launch_reach, (top, plain, target, True), (form(top), form(temperature), form(target), True)),
+            (threshold.launch_measure_above, (top, plain, probes, True), (form(top), form(temperature), probes, True)),
+        ):
+            last = (0, 70) if run is sample_logits.launch_sample_logits else (70,)
+            torch.testing.assert_close(run(logits, *strided, *last), run(logits, *usual, *last), rtol=0, atol=0)
+
+
 if __name__ == "__main__":
-    for name, check in (("sample", check_sample), ("threshold", check_threshold)):
+    for name, check in (("sample", check_sample), ("threshold", check_threshold), ("strides", check_strides)):
         check()
         print(name)

@@ -43,6 +43,16 @@ def test_padding_rows_are_zero(name):
     assert (out[used:] == 0).all() and out.isfinite().all()
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton_invariant"])
+@pytest.mark.parametrize("sequences", [((1, 5), (1, 0)), ((3, 20), (2, 0), (17, 17)), ((1, 0),)])
+def test_queries_of_a_sequence_without_keys_get_zeros(backend, sequences):
+    case = cases.AttentionCase(4, 2, 16, 4, sequences)
+    inputs = cases.attention_inputs(case, dtype=torch.float32, device="cpu", seed=0, poison=float("nan"))
+    out = paged_attention(**inputs, **cases.static_arguments(case), backend=backend)
+    for (_, length), rows in zip(sequences, out.split([queries for queries, _ in sequences]), strict=True):
+        assert rows.isfinite().all() and (rows == 0).all() == (length == 0)
+
+
 def test_long_query_is_taken_in_steps(monkeypatch):
     case = cases.AttentionCase(4, 2, 8, 4, ((23, 31),), window=9)
     inputs, static = (

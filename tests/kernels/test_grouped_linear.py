@@ -13,6 +13,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "kernels")]
 
 from interpreted import interpreted
+from kernel_cases import apart
 
 from fnllm_kernels import grouped_linear as op
 
@@ -104,6 +105,7 @@ def check_kernel(device: str, dtypes=(torch.float32,), config: dict | None = Non
                 got = op.launch_grouped_linear(rows, weight, ends, config)
                 difference = (got.double() - exact(x, w, groups)).norm() / exact(x, w, groups).norm()
                 assert difference < (1e-6 if dtype == torch.float32 else 5e-3), (name, dtype, float(difference))
+            assert torch.equal(op.launch_grouped_linear(rows, weight, apart(ends), config), got)
 
 
 def test_the_interpreted_kernel():

@@ -145,6 +145,14 @@ else:
         assert plans[0].shape == plans[1].shape
         assert not torch.equal(plans[0], plans[1])
 
+    @pytest.mark.parametrize("invariant", [True, False])
+    def test_padding_without_sequences_gives_zeros(invariant):
+        inputs, static = inputs_of(ALL["decode-padded"]), cases.static_arguments(ALL["decode-padded"])
+        inputs |= {name: inputs[name][:0] for name in ("block_tables", "context_lens")}
+        inputs["cu_seqlens_q"] = inputs["cu_seqlens_q"][:1]
+        out = attention_triton.paged_attention_triton(**inputs, **static, invariant=invariant)
+        assert out.shape == inputs["q"].shape and (out == 0).all()
+
     @pytest.mark.parametrize("window", [0, 130])
     @pytest.mark.parametrize("direct", [True, False])
     def test_decode_of_unsorted_lengths(direct, window, monkeypatch):
@@ -325,5 +333,8 @@ else:
         want = out.clone()
         want[4:] = 0
         zero_tail(out, torch.tensor([0, 3, 4], dtype=torch.int32))
+        assert torch.equal(out, want)
+        out[4:] = 1
+        zero_tail(out, cases.apart(torch.tensor([0, 3, 4], dtype=torch.int32)))
         assert torch.equal(out, want)
         zero_tail(out[:0], torch.tensor([0, 0], dtype=torch.int32))  # no rows, nothing to clear

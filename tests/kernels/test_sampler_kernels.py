@@ -16,14 +16,14 @@ def passed() -> list[str]:
     return interpreted(str(SCRIPT)).split()
 
 
-@pytest.mark.parametrize("part", ["sample", "threshold"])
+@pytest.mark.parametrize("part", ["sample", "threshold", "strides"])
 def test_interpreted_kernel_equals_its_reference(passed, part):
     assert part in passed
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("part", ["check_sample", "check_threshold"])
+@pytest.mark.parametrize("part", ["check_sample", "check_threshold", "check_strides"])
 def test_compiled_kernel_equals_its_reference(part):
     spec = importlib.util.spec_from_file_location("sampler_interpreted", SCRIPT)
     module = importlib.util.module_from_spec(spec)

@@ -29,7 +29,18 @@ def test_reference_matches_float64():
 def test_custom_ops_are_well_formed():
     x, w, norm = torch.randn(3, 8), torch.randn(10, 8), torch.randn(8)
     library.opcheck(torch.ops.fnllm.small_linear, (x, w, None, torch.randn(3, 10), False, True))
+    library.opcheck(torch.ops.fnllm.small_linear, (x, w, None, torch.randn(10, 3).t(), False, True))
     library.opcheck(torch.ops.fnllm.norm_linear, (x, norm, 1e-6, w, None, True, False))
+
+
+class OnGPU(torch.Tensor):
+    is_cuda = True
+
+
+def test_a_weight_that_begins_between_two_pairs_is_not_read_as_pairs():
+    pytest.importorskip("triton")
+    x, flat = (torch.zeros(size, dtype=torch.bfloat16).as_subclass(OnGPU) for size in ((1, 8), (65,)))
+    assert module.takes(x, flat[:64].view(8, 8)) and not module.takes(x, flat[1:].view(8, 8))
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def _windows(config: dict, arch: Architecture, layers: int) -> tuple[int | None,
         if (
             not isinstance(types, list | tuple)
             or len(types) != layers
-            or not set(types) <= {"full_attention", "sliding_attention"}
+            or not all(kind in ("full_attention", "sliding_attention") for kind in types)
         ):
             raise ValueError(
                 f"layer_types must have one of full_attention, sliding_attention for each of {layers} layers, "

@@ -107,6 +107,8 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
     found: dict[str, TensorInfo] = {}
     for file in files:
         for name, info in _read_header(folder, file).items():
+            if name in found and name not in weight_map:
+                raise ValueError(f"{name} is in {found[name].file} and in {file}, and {folder / INDEX} names neither")
             if weight_map.get(name, file) == file:
                 found[name] = info
     if lost := [f"{name} ({file})" for name, file in weight_map.items() if name not in found]:

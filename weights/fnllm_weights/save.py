@@ -32,7 +32,9 @@ def save(
     check_params(params)
     folder = Path(folder)
     stored = as_dtype(dtype) if dtype is not None else _stored_dtype(params)
-    name = next(key for key, value in DTYPES.items() if value == stored)
+    # No config.json that loads says float64, which the weights' own headers do.
+    named = torch.float32 if stored == torch.float64 else stored
+    name = next(key for key, value in DTYPES.items() if value == named)
     config, generation = config_dict(params.config, name), generation_dict(params.config)
     if ModelConfig.from_dict(config, generation) != replace(params.config, dtype=name):
         raise ValueError(

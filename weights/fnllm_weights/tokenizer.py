@@ -146,7 +146,9 @@ def make_tokenizer(backend: tokenizers.Tokenizer, side_files: Mapping[str, str] 
     # A length limit or padding that training left in the file would silently cut or fill prompts.
     backend.no_truncation()
     backend.no_padding()
-    config = {**_json(side, "special_tokens_map.json"), **_json(side, "tokenizer_config.json")}
+    config = _json(side, "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:  # an older form, whose special tokens the file beside it names
+        config |= _json(side, "special_tokens_map.json")
     special = _special_tokens(config)
     added = backend.get_added_tokens_decoder()
     return Tokenizer(
@@ -163,9 +165,11 @@ def make_tokenizer(backend: tokenizers.Tokenizer, side_files: Mapping[str, str] 
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> None:
-    """Write the files that `load_tokenizer` reads."""
+    """Write the files that `load_tokenizer` reads, and remove those of an earlier tokenizer that it would read too."""
     folder = Path(folder)
     tokenizer.backend.save(str(folder / "tokenizer.json"))
+    for file in (*(folder / name for name in SIDE_FILES), *folder.glob("additional_chat_templates/*.jinja")):
+        file.unlink(missing_ok=True)
     for name, text in tokenizer.side_files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8", newline="")

@@ -13,6 +13,7 @@ import fnllm.numerics
 sys.path.append(str(Path(__file__).parents[2] / "distributed"))
 
 import checks_open
+from tiny_models import tiny
 
 NAMES = ("qwen3-odd", "qwen2-window", "qwen3-moe-mixed", "llama-tiny")
 
@@ -70,6 +71,25 @@ def test_invariant_numerics_capture_score_and_give_gradients(name, device_path):
     expected = found()
     device_path()
     checks_open.expect(found(), expected, name)
+
+
+def test_a_bias_made_in_the_step_is_not_fetched_early(device_path, monkeypatch):
+    params, product, asked = tiny(architectures=("LlamaForCausalLM",), mlp_bias=True), fnllm.layers.small_linear, []
+
+    def small_linear(x, w, *, gated=False, fixed=False, **named):
+        if gated:
+            asked.append(fixed)
+        return product(x, w, gated=gated, fixed=fixed, **named)
+
+    def mlp(p, x, ctx):
+        return fnllm.layers.mlp({**p, "gate_up_bias": p["gate_up_bias"] + 1}, x, ctx)
+
+    device_path()
+    monkeypatch.setattr(fnllm.layers, "small_linear", small_linear)
+    for layers, fixed in ((fnllm.Layers(), True), (fnllm.Layers()._replace(mlp=mlp), False)):
+        fnllm.generate(params, [[1, 2, 3]], fnllm.Sampling(temperature=0, max_tokens=2), layers=layers)
+        assert set(asked) == {fixed}
+        asked.clear()
 
 
 @pytest.fixture

@@ -68,6 +68,16 @@ def test_special_tokens_map_is_read_when_the_config_is_silent(tmp_path):
     assert tokenizer.bos_id == 1
 
 
+@pytest.mark.parametrize("listed", [{}, {"added_tokens_decoder": {}}], ids=["older form", "added tokens listed"])
+@pytest.mark.parametrize("bos", [None, "</s>", "<s>"])
+def test_special_tokens_of_two_files_are_transformers(tmp_path, bos, listed):
+    config = {"bos_token": bos, "tokenizer_class": "PreTrainedTokenizerFast", **listed}
+    both = {"tokenizer_config__json": config, "special_tokens_map__json": {"bos_token": "<s>"}}
+    folder = folder_with(tmp_path, byte_fallback_backend(), **both)
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    assert load_tokenizer(folder).special_tokens.get("bos_token") == theirs.bos_token
+
+
 def test_a_length_limit_left_by_training_does_not_cut_prompts(tmp_path):
     backend = byte_level_backend()
     backend.enable_truncation(2)

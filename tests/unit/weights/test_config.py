@@ -280,6 +280,7 @@ def test_fault_65_an_unsupported_architecture_is_the_first_thing_said(fields):
         ({"layer_types": ["sliding_attention"] * 4}, "Qwen3ForCausalLM", "does not agree with sliding_window=None"),
         ({"layer_types": ["full_attention"]}, "Qwen3ForCausalLM", "for each of 4 layers"),
         ({"layer_types": "full_attention"}, "Qwen3ForCausalLM", "for each of 4 layers"),
+        ({"layer_types": [["full_attention"]] * 4}, "Qwen3ForCausalLM", "for each of 4 layers"),
         ({"mlp_only_layers": 3}, "Qwen3MoeForCausalLM", "mlp_only_layers must be a list"),
         ({"layer_types": ["chunked_attention"] * 4}, "Qwen3ForCausalLM", "full_attention, sliding_attention"),
         ({"sliding_window": 5, "layer_types": ["full_attention"] * 4}, "MistralForCausalLM", "does not agree"),

@@ -167,6 +167,18 @@ def test_an_index_that_does_not_fit_its_files(oracle, tmp_path, no_allocation):
             load(tmp_path)
 
 
+def test_a_tensor_in_two_files_is_that_of_the_index_which_must_name_it(oracle, tmp_path):
+    shutil.copytree(oracle / "qwen3-untied-sharded", tmp_path, dirs_exist_ok=True)
+    index = json.loads((tmp_path / INDEX).read_text())
+    name, other = "model.norm.weight", "model-00001-of-00010.safetensors"
+    save_file(load_file(tmp_path / other) | {name: torch.zeros(48)}, tmp_path / other)
+    assert torch.equal(load(tmp_path).tree["norm"], load(oracle / "qwen3-untied-sharded").tree["norm"])
+    file = index["weight_map"].pop(name)
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"^{name} is in {other} and in {file}, and .* names neither"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("cut", [0, 4, 8, 100, -1])
 def test_a_truncated_file_is_named(edited, cut, no_allocation):
     folder = edited("qwen3-tiny")

@@ -80,6 +80,15 @@ def test_the_stored_dtype_is_kept_only_where_it_loses_nothing(oracle, tmp_path):
     assert {t.dtype for t in stored(tmp_path).values()} == {torch.float16}
 
 
+def test_float64_weights_come_back_bit_for_bit(oracle, tmp_path):
+    params = load(oracle / "qwen3-tiny", dtype="float64")
+    trained = params._replace(tree={**params.tree, "norm": params.tree["norm"] + 1e-12})
+    save(trained, tmp_path)
+    assert {t.dtype for t in stored(tmp_path).values()} == {torch.float64}
+    assert torch.equal(load(tmp_path, dtype="float64").tree["norm"], trained.tree["norm"])
+    assert load(tmp_path).tree["norm"].dtype == torch.float32
+
+
 def test_a_shard_or_a_misshapen_tree_is_refused(oracle, tmp_path):
     with pytest.raises(ValueError, match=r"params hold rank 1 of 2 alone; save needs the whole model \(size=1\)"):
         save(load(oracle / "qwen3-tiny", rank=1, size=2), tmp_path)
@@ -109,6 +118,14 @@ def test_generation_settings_and_tokenizer_go_along(oracle, tmp_path):
     assert again.config.eos_token_ids == (2, 5, 6) and dict(again.config.generation_defaults)["top_k"] == 20
     assert again.tokenizer.encode("b") == [1] and again.tokenizer.bos_id == 1
     assert again.tokenizer.chat_templates == {"default": "{{ messages }}"}
+
+
+def test_an_earlier_tokenizers_templates_are_not_read(oracle, tmp_path):
+    params, words = load(oracle / "qwen3-tiny"), tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a"))
+    more = {"chat_template.jinja": "old", "additional_chat_templates/tool_use.jinja": "old tools"}
+    for side in (more, {"tokenizer_config.json": '{"chat_template": "new"}'}):
+        save(params._replace(tokenizer=make_tokenizer(words, side)), tmp_path)
+    assert load(tmp_path).tokenizer.chat_templates == {"default": "new"}
 
 
 def test_a_model_made_from_nothing(tmp_path):
