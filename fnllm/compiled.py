@@ -198,7 +198,8 @@ def inductor_options() -> dict[str, Any]:
     """What the compiler must do with each graph, in place of a pass set in Inductor's own config, and what it must not.
 
     Its reordering of a graph for the peak of memory loses sight of what is written in place: it put a kernel that reads
-    an all-reduce's result before the all-reduce (torch 2.13, two ranks, edits and captures in one step).
+    an all-reduce's result before the all-reduce (torch 2.13, two ranks, edits and captures in one step). And its kernels
+    must have ended where the next one starts: batch-1 attention reads a step's lengths and slots before it waits.
     """
     import torch._inductor.config as inductor
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -212,8 +213,8 @@ def inductor_options() -> dict[str, Any]:
             """Part of the name under which a compiled graph is found on disk by the next process."""
             return get_hash_for_files((fusing.__file__, linear_add_norm.__file__))
 
-    avoided = {"reorder_for_peak_memory": False} if hasattr(inductor, "reorder_for_peak_memory") else {}
-    return {**avoided, "post_grad_custom_post_pass": BeforeLowering()}
+    avoided = [name for name in ("reorder_for_peak_memory", "triton.enable_pdl") if hasattr(inductor, name)]
+    return {**dict.fromkeys(avoided, False), "post_grad_custom_post_pass": BeforeLowering()}
 
 
 def start_compilers() -> None:
