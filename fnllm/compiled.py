@@ -198,8 +198,8 @@ def inductor_options() -> dict[str, Any]:
     """What the compiler must do with each graph, in place of a pass set in Inductor's own config, and what it must not.
 
     Its reordering of a graph for the peak of memory loses sight of what is written in place: it put a kernel that reads
-    an all-reduce's result before the all-reduce (torch 2.13, two ranks, edits and captures in one step). And its kernels
-    must have ended where the next one starts: batch-1 attention reads a step's lengths and slots before it waits.
+    an all-reduce's result before the all-reduce (torch 2.13, two ranks, edits and captures in one step). And a kernel
+    of its own must have ended where the next starts: batch-1 attention reads a step's lengths before it waits.
     """
     import torch._inductor.config as inductor
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
