@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ class Capture:
     positions: Any = "all"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.sites, Iterable):
+        if isinstance(self.sites, Mapping) or not isinstance(self.sites, Iterable):
             raise TypeError(f"sites must be a name or several, as in 'layers.3.resid_post'; found {self.sites!r}")
         object.__setattr__(self, "sites", (self.sites,) if isinstance(self.sites, str) else tuple(self.sites))
         if isinstance(self.positions, str):
@@ -79,8 +79,11 @@ def captures_of_each(capture: Any, count: int) -> list[Capture]:
     """
     if capture is None or isinstance(capture, (str, Capture)):
         return [as_capture(capture)] * count
-    if not isinstance(capture, Iterable):
-        raise TypeError(f"capture must be sites, a Capture, or a list with one for each prompt; found {capture!r}")
+    if isinstance(capture, Mapping) or not isinstance(capture, Iterable):
+        raise TypeError(
+            f"capture must be sites, a fnllm.Capture(sites, positions), or a list with one for each prompt; "
+            f"found {capture!r}"
+        )
     given = list(capture)
     if all(isinstance(site, str) for site in given):
         return [Capture(given)] * count

@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("bench", help="measure speed", add_help=False)
 
     info = commands.add_parser("info", help="say what a checkpoint holds, without loading it")
-    info.add_argument("path", help="a checkpoint folder or hub id")
+    info.add_argument("path", nargs="?", help="a checkpoint folder or hub id; default: the small demo model")
     return top
 
 
@@ -133,8 +133,9 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Run a parsed command."""
     if args.command == "info":
         from fnllm.inspecting import describe
+        from fnllm.loading import DEMO
 
-        print(describe(args.path))
+        print(describe(args.path or str(DEMO)))
         return 0
     checked_early(args)
     if args.command == "chat":

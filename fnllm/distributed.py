@@ -4,6 +4,7 @@ Every rank runs the same script on the same inputs. `agree` checks that they do,
 rank which fails ends at once and says why, so that the launcher can end the others.
 """
 
+import importlib
 import os
 import secrets
 import sys
@@ -56,6 +57,9 @@ def join(device: torch.device) -> None:
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", timeout=timeout(), device_id=device)
     else:
+        # Imported later, as torch._dynamo does at the first draw, its functions take the group for a default argument
+        # and keep it for ever: gloo's threads outlive the interpreter, and may abort a run that went well at its end.
+        importlib.import_module("torch.distributed.nn.functional")
         dist.init_process_group("gloo", timeout=timeout())
     sys.excepthook = end_rank
     # Not through atexit: finalizers run from the newest to the oldest, so captured graphs go before the connections.

@@ -132,8 +132,9 @@ class Engine:
         """
         self.check_settings(sampling)
         seed, sample = check_seed("seed", seed), check_seed("sample", sample)
-        if not isinstance(prompt, Iterable):
-            raise TypeError(f"prompt must be a list of token ids, found {type(prompt).__name__} {prompt!r}")
+        if isinstance(prompt, str) or not isinstance(prompt, Iterable):
+            advice = "; params.tokenizer.encode makes one of text" if isinstance(prompt, str) else ""
+            raise TypeError(f"prompt must be a list of token ids, found {type(prompt).__name__} {prompt!r}{advice}")
         ids = check_ids("prompt", tuple(prompt), self.params.config.vocab_size)
         (edits,) = with_own_values(edits_of_each(self.edits if edits is None else edits, 1))
         capture = self.capture if capture is None else expand(self.params.config, as_capture(capture))

@@ -1,13 +1,14 @@
 """Engine options: a validated value, and the pure functions that turn it into sizes."""
 
 import dataclasses
+import functools
 import operator
 from dataclasses import dataclass
 from typing import Any
 
 from fnllm.numerics import BACKEND, check_numerics
 from fnllm.rope import context_limit
-from fnllm.sampling import check_flag, check_number, named_options
+from fnllm.sampling import Sampling, check_flag, check_number, named_options
 from fnllm_kernels.attention import BACKENDS
 from fnllm_weights import ModelConfig
 
@@ -16,9 +17,16 @@ SIZES = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"
 COMPILE_MODES = ("none", "graphs", "inductor", "reduce-overhead")
 BACKENDS_ON_CPU = ("reference", BACKEND)
 TRACED_MODES, CAPTURED_MODES = ("inductor", "reduce-overhead"), ("graphs", "reduce-overhead")
+# What callers give to `generate` or `engine` among its options, and where it belongs.
+ELSEWHERE = {
+    **{field.name: f"write sampling=fnllm.Sampling({field.name}=...)" for field in dataclasses.fields(Sampling)},
+    **{name: f"write fnllm.load(path, {name}=...)" for name in ("device", "dtype", "revision")},
+    "enforce_eager": "write compile='none'",
+    "tensor_parallel_size": "start the script by torchrun, with a process for each GPU",
+}
 
 
-@named_options
+@functools.partial(named_options, elsewhere=ELSEWHERE)
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """What is chosen once for an engine; None lets the engine choose. Raises ValueError that names the option."""

@@ -18,6 +18,7 @@ def normalise(
     *,
     errors: str = "raise",
     chat: Mapping[str, Any] | None = None,
+    name: str = "prompt",
 ) -> tuple[TokenIds | Exception, ...]:
     """The ids of one prompt, or of each in a list of prompts.
 
@@ -25,14 +26,14 @@ def normalise(
     string and a one-axis integer array are one prompt. An empty list is no prompt at all. `vocab_size` is the
     model's. `chat` are options for chats (tools, enable_thinking, add_generation_prompt, template variables).
     With errors="return" a refused prompt's TypeError or ValueError stands in its place; with "raise" the first is
-    raised. What is no list of prompts is always raised.
+    raised. What is no list of prompts is always raised. `name` is what errors call a prompt.
     """
     if errors not in ("raise", "return"):
         raise ValueError(f"errors must be 'raise' or 'return', found {errors!r}")
-    listed, single = _listed(prompts)
-    where = ["prompt" if single else f"prompts[{i}]" for i in range(len(listed))]
+    listed, single = _listed(prompts, name)
+    where = [name if single else f"{name}s[{i}]" for i in range(len(listed))]
     found: list[Any] = [
-        _attempt(name, _to_ids, prompt, tokenizer, chat or {}) for name, prompt in zip(where, listed, strict=True)
+        _attempt(place, _to_ids, prompt, tokenizer, chat or {}) for place, prompt in zip(where, listed, strict=True)
     ]
     # Texts go to the tokenizer together, which uses every core on them.
     texts = [i for i, item in enumerate(found) if isinstance(item, str)]
@@ -41,8 +42,8 @@ def normalise(
         for i, ids in zip(texts, tokenizer.encode_all([found[i] for i in texts]), strict=True):
             found[i] = ids
     checked = tuple(
-        item if isinstance(item, Exception) else _attempt(name, _checked_ids, item, vocab_size)
-        for name, item in zip(where, found, strict=True)
+        item if isinstance(item, Exception) else _attempt(place, _checked_ids, item, vocab_size)
+        for place, item in zip(where, found, strict=True)
     )
     if errors == "raise":
         for item in checked:
@@ -79,7 +80,7 @@ def check_ids(name: str, ids: Sequence[Any], vocab_size: int) -> TokenIds:
     return checked
 
 
-def _listed(prompts: Any) -> tuple[list[Any], bool]:
+def _listed(prompts: Any, name: str) -> tuple[list[Any], bool]:
     """(list of prompts, whether the caller gave a single one)."""
     if isinstance(prompts, str):
         return [prompts], True
@@ -89,13 +90,13 @@ def _listed(prompts: Any) -> tuple[list[Any], bool]:
         if prompts.ndim == 1:
             return prompts.tolist(), False
         raise TypeError(
-            f"prompts must be {FORMS}, or a list of these; found an array of shape {tuple(prompts.shape)}; "
+            f"{name}s must be {FORMS}, or a list of these; found an array of shape {tuple(prompts.shape)}; "
             "give a list of one-axis arrays without padding"
         )
     if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Sequence):
         advice = "; decode it to text first" if isinstance(prompts, bytes) else ""
         advice = "; put a message into a list to make a chat" if isinstance(prompts, Mapping) else advice
-        raise TypeError(f"prompts must be {FORMS}, or a list of these; found {kind(prompts)}{advice}")
+        raise TypeError(f"{name}s must be {FORMS}, or a list of these; found {kind(prompts)}{advice}")
     first = prompts[0] if len(prompts) else None
     single = isinstance(first, (Mapping, bool, float)) or _is_integer(first)
     return ([prompts] if single else list(prompts)), single

@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -26,17 +27,22 @@ OTHER_NAMES = {
 }
 
 
-def unknown_option(owner: str, name: str, allowed: Iterable[str]) -> TypeError:
-    """The error for an option that does not exist, with the most likely intended name."""
+def unknown_option(owner: str, name: str, allowed: Iterable[str], elsewhere: Mapping[str, str]) -> TypeError:
+    """The error for an option that does not exist, with its place elsewhere or the most likely intended name."""
     allowed = tuple(allowed)
+    if name in elsewhere:
+        return TypeError(f"{owner} has no option {name!r}; {elsewhere[name]}")
     close = difflib.get_close_matches(name.lower(), allowed, n=1)
     meant = close[0] if close else OTHER_NAMES.get(name)
     advice = f"did you mean {meant}?" if meant else f"allowed are: {', '.join(allowed)}"
     return TypeError(f"{owner} has no option {name!r}; {advice}")
 
 
-def named_options(cls: type[T]) -> type[T]:
-    """Let a dataclass's constructor answer a misspelt or positional option with a sentence that helps."""
+def named_options(cls: type[T], elsewhere: Mapping[str, str] = MappingProxyType({})) -> type[T]:
+    """Let a dataclass's constructor answer a misspelt or positional option with a sentence that helps.
+
+    `elsewhere` says of names that callers may give here what to do with them.
+    """
     plain = cls.__init__
     allowed = tuple(field.name for field in dataclasses.fields(cls) if field.init)  # type: ignore[arg-type]
 
@@ -49,7 +55,7 @@ def named_options(cls: type[T]) -> type[T]:
             )
         for name in options:
             if name not in allowed:
-                raise unknown_option(cls.__name__, name, allowed)
+                raise unknown_option(cls.__name__, name, allowed, elsewhere)
         plain(self, **options)
 
     cls.__init__ = checked  # type: ignore[method-assign]

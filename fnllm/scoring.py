@@ -72,7 +72,7 @@ def score(
     """
     layers = check_model(params, layers)
     given = list(sequences) if isinstance(sequences, Iterator) else sequences
-    ids = normalise(given, params.tokenizer, params.config.vocab_size)
+    ids = normalise(given, params.tokenizer, params.config.vocab_size, name="sequence")
     looked = [expand(params.config, one) for one in captures_of_each(capture, len(ids))]
     results: list[Any] = []
     for one in passes(params, ids, layers, edits, looked, checkpoint, numerics, max_batched_tokens, tp):

@@ -156,6 +156,7 @@ def tracer(called: str, function: Callable[..., Any], layers: Layers) -> Callabl
     is traced for each layer.
     """
     from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # may come through unwrapped
 
     def run(*args: Any, **named: Any) -> Any:
         return function(*args, **named)
@@ -170,7 +171,7 @@ def tracer(called: str, function: Callable[..., Any], layers: Layers) -> Callabl
         try:
             with torch._dynamo.config.patch(unlimited):
                 compiled(*(unwatched(x, layers) if isinstance(x, Context) else x for x in args), **named)
-        except TorchDynamoException as error:
+        except (TorchDynamoException, GuardOnDataDependentSymNode) as error:
             reason = " ".join(str(error).split("\n\n")[0].split())
             raise TypeError(
                 f"{called} cannot be traced by torch.compile: {reason}. Write it without branches on tensor values, "

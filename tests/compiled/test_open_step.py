@@ -205,6 +205,17 @@ def test_a_function_that_cannot_be_traced_is_named(params):
     assert call(params, layers=layers)[0].finish_reason == "length"  # eager, it runs
 
 
+def read_history(logits, history):
+    """Cuts a tensor at a number on the device, of which Dynamo's own error escapes unwrapped."""
+    read = [tokens[:length].tolist() for tokens, length in zip(history.tokens, history.lengths, strict=True)]
+    return logits - len(read)
+
+
+def test_a_logits_fn_that_cannot_be_traced_is_named(params):
+    with pytest.raises(TypeError, match=r"logits_fn \(read_history\) cannot be traced by torch\.compile: "):
+        fnllm.generate(params, PROMPTS, replace(GREEDY, logits_fn=read_history), **SMALL, compile="inductor")
+
+
 def test_functions_that_tell_layers_apart_pass_the_trial(counter):
     """In a step the layer's index is a constant, so there are as many traces as layers and none of a changing index."""
     torch._dynamo.reset()

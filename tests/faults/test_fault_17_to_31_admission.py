@@ -113,6 +113,10 @@ def test_fault_30_as_many_settings_as_prompts(count):
 
 @pytest.mark.parametrize("bad", [41, -1, 2**40])
 def test_fault_31_ids_outside_the_vocabulary(bad):
-    for call in (lambda ids: fnllm.generate(tiny(), ids, greedy(2), **SIZES), lambda ids: fnllm.score(tiny(), ids)):
-        with pytest.raises(ValueError, match=rf"prompts\[1\].*{bad}.*position 1.*0 to 40"):
+    calls = {
+        "prompts": lambda ids: fnllm.generate(tiny(), ids, greedy(2), **SIZES),
+        "sequences": lambda ids: fnllm.score(tiny(), ids),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=rf"{name}\[1\].*{bad}.*position 1.*0 to 40"):
             call([[1], [3, bad]])

@@ -125,6 +125,11 @@ def test_without_options_the_demo_model_and_the_checkpoints_settings(api):
     assert api.calls == [("load", None, {}), ("stream", ["Hello"], Sampling(temperature=0.6, top_k=20), {})]
 
 
+def test_info_without_a_path_is_of_the_demo_model(capsys):
+    assert cli.main(["info"]) == 0
+    assert "parameters  5,770,880" in capsys.readouterr().out
+
+
 def test_chat_prompt_and_several_samples(api, capsys):
     assert cli.main(["generate", "Hi", "--chat", "--n", "2"]) == 0
     assert api.calls[1][1] == [[{"role": "user", "content": "Hi"}]]

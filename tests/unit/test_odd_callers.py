@@ -104,6 +104,20 @@ WRONG = {
     "a number for a prompt": (
         lambda: engine().request(5, SHORT), TypeError, "prompt must be a list of token ids, found int 5",
     ),
+    "a text for a prompt": (
+        lambda: engine().request("abc", SHORT), TypeError, "found str 'abc'; params.tokenizer.encode makes one",
+    ),
+    "an empty sequence": (lambda: fnllm.score(tiny(), [[1], []]), ValueError, r"^sequences\[1\]: is empty"),
+    "a number for sequences": (lambda: fnllm.score(tiny(), 5), TypeError, "^sequences must be text, .* found int 5"),
+    "positions by site": (
+        lambda: generate(capture={SITE: "last"}), TypeError, r"capture must be .*Capture\(sites, positions\).* found",
+    ),
+    "positions by site in a Capture": (lambda: Capture({SITE: "last"}), TypeError, "sites must be a name or several"),
+    "max_tokens as an option": (
+        lambda: generate(max_tokens=5), TypeError, r"no option 'max_tokens'; write sampling=fnllm.Sampling\(max_tokens",
+    ),
+    "dtype as an option": (lambda: engine(dtype="float32"), TypeError, r"'dtype'; write fnllm.load\(path, dtype="),
+    "no graphs as elsewhere": (lambda: engine(enforce_eager=True), TypeError, "'enforce_eager'; write compile='none'"),
     "no flight": (
         lambda: engine().collect(add(engine())[0], None), TypeError, "flight must be what launch.* found None: .*noth",
     ),

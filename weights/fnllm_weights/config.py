@@ -55,7 +55,10 @@ class ModelConfig:
             if not given:
                 object.__setattr__(self, name, (empty,) * self.num_hidden_layers)
             elif len(given) != self.num_hidden_layers:
-                raise ValueError(f"{name} has {len(given)} entries; num_hidden_layers={self.num_hidden_layers} needed")
+                raise ValueError(
+                    f"{name} has {len(given)} entries; num_hidden_layers={self.num_hidden_layers} needed, or () for "
+                    f"{empty} in every layer"
+                )
         _check(self)
 
     @staticmethod

@@ -62,6 +62,13 @@ class Params(NamedTuple):
     shard: Shard = WHOLE
     workspace: dict | None = None  # engines built for these params, so that a second generate builds nothing
 
+    def __repr__(self) -> str:
+        config = self.config  # of the tensors not even a part: there are hundreds
+        return (
+            f"Params({config.architecture} of {config.num_hidden_layers} layers, hidden_size={config.hidden_size}, "
+            f"vocab_size={config.vocab_size}, rank {self.shard.rank} of {self.shard.size})"
+        )
+
 
 def build_tree(config: ModelConfig, tensors: Mapping[Path, Tensor]) -> ParamTree:
     """Nest tensors by their paths; a tied lm_head becomes the embedding tensor itself."""
@@ -91,7 +98,10 @@ def check_params(params: Params) -> Params:
     """The params, if their tree is as `check_tree` wants it and a tied head is the embedding itself."""
     check_tree(params)
     if params.config.tie_word_embeddings and params.tree["lm_head"].data_ptr() != params.tree["embed"].data_ptr():
-        raise ValueError("params.lm_head: expected the tensor of params.embed (tie_word_embeddings), found a copy")
+        raise ValueError(
+            "params.lm_head: expected the tensor of params.embed (tie_word_embeddings), found a copy; put that "
+            "there, or set tie_word_embeddings=False in the config"
+        )
     return params
 
 
@@ -109,9 +119,10 @@ def check_tree(
     for path in (path for path in found if path not in expected):
         if not (more and len(path) == 3):
             known = sorted({str(each[-1]) for each in expected if each[:-1] == path[:-1]})
+            own = "; a leaf of your own needs a swapped attention, mlp or moe that reads it, and is saved apart"
             raise ValueError(
                 f"params.{path_name(path)}: {params.config.architecture} has no such tensor with this config, only "
-                f"{', '.join(known)}"
+                f"{', '.join(known)}{own if len(path) == 3 else ''}"
             )
     checked = {}
     for path, shape in expected.items():
@@ -169,7 +180,7 @@ def _form(leaf: Any, shape: tuple[int, ...]) -> Any:
     if leaf is None:
         return "nothing"
     if not isinstance(leaf, Tensor):
-        return type(leaf).__name__
+        return f"{type(leaf).__name__}, which only a swapped function can read"
     return leaf.dtype if tuple(leaf.shape) == shape else tuple(leaf.shape)
 
 

@@ -6,20 +6,39 @@ from pathlib import Path
 from examples_of import EXAMPLES, example
 
 import fnllm
+from fnllm_weights import LayerParams
 
 DOCS = EXAMPLES.parent / "docs"
 HERE = Path(__file__).parent
 
 
+def run(page: str) -> dict:
+    """The names that a page's Python has made after its last line."""
+    scope: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.S):
+        exec(compile(block, page, "exec"), scope)
+    return scope
+
+
 def test_your_first_experiment(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "first_experiment.md").read_text(), re.S)
-    scope: dict = {}
-    for block in blocks:
-        exec(compile(block, "first_experiment.md", "exec"), scope)
+    scope = run("first_experiment.md")
     assert (tmp_path / "first_experiment.png").stat().st_size > 5000
     assert scope["means"][2] == min(scope["means"])  # as the page says
     assert len({one.text for one in scope["outs"]}) > 15
+
+
+def test_the_open_step(capsys):
+    scope = run("open_step.md")
+    params, dot = scope["params"], scope["dot"]
+    sampling = fnllm.Sampling(max_tokens=6, logits_fn=scope["every_second_a_dot"])
+    for one in fnllm.generate(params, scope["prompts"], sampling, seed=0):
+        assert set(one.token_ids[1::2]) == {dot} and dot not in one.token_ids[::2]
+
+
+def test_the_table_of_leaves_names_all_that_a_layer_may_have():
+    rows = re.findall(r"^\| (`.*?) \|", (DOCS / "open_step.md").read_text(), re.M)
+    assert {name for row in rows for name in re.findall(r"\w+", row)} == set(LayerParams.__annotations__)
 
 
 def test_every_cell_of_the_numerics_table_names_a_test():

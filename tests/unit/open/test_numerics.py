@@ -9,6 +9,7 @@ from gpu_cases import prompts_of as drawn_prompts
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fnllm
+import fnllm.numerics
 from fnllm.numerics import heads_by_kernel, layers_for
 from fnllm.tensor_parallel import Ordered
 from fnllm_kernels.attention import paged_attention
@@ -76,6 +77,29 @@ def test_fault_82_score_gives_generates_bits(name, dtype, checkpoint, alone):
         scored = fnllm.score(params, sequences, numerics="batch_invariant", max_batched_tokens=limit)
         for p, x, (_, logprobs) in zip(prompts(params), scored, alone(params), strict=True):
             assert x[len(p) - 1 :].tolist() == [one.logprob for one in logprobs]
+
+
+def swapped(inside):
+    """Functions of a caller around others, that change nothing themselves."""
+
+    def linear(p, x, ctx):
+        return inside.linear(p, x, ctx)
+
+    def attend(q, k, v, ctx):
+        return inside.attend(q, k, v, ctx)
+
+    return fnllm.Layers(linear=linear, attend=attend)
+
+
+def test_swapped_functions_around_the_modes_own_keep_the_bits(checkpoint, alone):
+    """And around the usual ones they do not, so that the test can fail."""
+    params = checkpoint("qwen3-tiny")
+    sequences = [p + list(ids) for p, (ids, _) in zip(prompts(params), alone(params), strict=True)]
+    new = [[one.logprob for one in logprobs] for _, logprobs in alone(params)]
+    for inside, keeps in ((fnllm.numerics, True), (fnllm.Layers(), False)):
+        scored = fnllm.score(params, sequences, numerics="batch_invariant", layers=swapped(inside))
+        found = [x[len(p) - 1 :].tolist() for p, x in zip(prompts(params), scored, strict=True)]
+        assert (found == new) == keeps
 
 
 def test_the_default_mode_does_depend_on_the_batch(checkpoint, alone):

@@ -25,15 +25,20 @@ def test_good_params_come_back(params):
     assert check_params(params) is params
 
 
+def test_params_are_shown_in_a_line_without_their_tensors(params):
+    shown = repr(params._replace(workspace={"a machine": params.tree}))
+    assert "Qwen3ForCausalLM of 3 layers" in shown and "hidden_size=48" in shown and len(shown) < 200
+
+
 @pytest.mark.parametrize(
     ("leaf", "tensor", "message"),
     [
         ("post_norm", torch.zeros(9), r"^params.layers\[1\].post_norm: expected Float\[H\]=\(48,\), found \(9,\)$"),
         ("qkv", torch.zeros(48, 128), r"layers\[1\].qkv: expected Float\[QKV H\]=\(128, 48\), found \(48, 128\)"),
         ("down", None, r"layers\[1\].down: expected Float\[H I\]=\(48, 96\), found nothing"),
-        ("router", torch.zeros(2, 48), r"layers\[1\].router: Qwen3ForCausalLM has no such tensor"),
+        ("router", torch.zeros(2, 48), r"layers\[1\].router: Qwen3ForCausalLM has no such tensor.* of your own needs"),
         ("o_bias", torch.zeros(48, dtype=torch.int64), r"layers\[1\].o_bias: .*, found torch.int64"),
-        ("o_bias", [0.0] * 48, r"layers\[1\].o_bias: .*, found list"),
+        ("o_bias", [0.0] * 48, r"layers\[1\].o_bias: .*, found list, which only a swapped function can read"),
         (
             "o",
             torch.zeros(48, 64, dtype=torch.float16),
@@ -58,7 +63,9 @@ def test_layers_are_counted(params):
 
 def test_a_tied_head_must_be_the_embedding(oracle):
     params = load(oracle / "qwen3-tiny")
-    with pytest.raises(ValueError, match="params.lm_head: expected the tensor of params.embed"):
+    with pytest.raises(
+        ValueError, match="params.lm_head: expected the tensor of params.embed.*a copy; put that there, or"
+    ):
         check_params(params._replace(tree={**params.tree, "lm_head": params.tree["embed"].clone()}))
 
 
