@@ -76,9 +76,11 @@ class ProcessGroup:
         return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", self.group_name))
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
+        refuse_gradients(x)
         return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "max", self.group_name))
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        refuse_gradients(x)
         stacked = _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), self.size, self.group_name))
         # The op concatenates along the first axis: take the ranks' axis apart and move it next to `dim`.
         dim = dim % x.dim()
@@ -87,7 +89,10 @@ class ProcessGroup:
 
 
 def refuse_gradients(x: Tensor) -> None:
-    """ValueError where a gradient would be lost: the ops of a process group have none."""
+    """ValueError where a gradient would be lost or wrong: the ops of a process group have none, or that of another sum.
+
+    Of every rank's loss instead of this one's, where PyTorch gives them one.
+    """
     if torch.is_grad_enabled() and x.requires_grad:
         raise ValueError(
             "gradients do not pass between the ranks of a process group; wrap the call in torch.no_grad(), train on "

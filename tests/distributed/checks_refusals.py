@@ -114,8 +114,9 @@ def check_a_gradient_between_ranks_is_refused_and_not_lost(expected: None) -> No
     params = fnllm.load(ORACLE / "qwen3-odd")
     params.tree["norm"].requires_grad_()
     params.tree["layers"][0]["o"].requires_grad_()
-    with pytest.raises(ValueError, match="gradients do not pass between the ranks"):
-        fnllm.score(params, [[3, 1, 4]])
+    for numerics in ("default", "batch_invariant"):  # which sums by gathering
+        with pytest.raises(ValueError, match="gradients do not pass between the ranks"):
+            fnllm.score(params, [[3, 1, 4]], numerics=numerics)
     with torch.no_grad():
         assert len(fnllm.score(params, [[3, 1, 4]])[0]) == 2
 
