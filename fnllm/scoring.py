@@ -14,7 +14,7 @@ from fnllm.batch import Batch
 from fnllm.capture import NOTHING, Capture, captures_of_each, expand, union_of_sites, wanted
 from fnllm.completion import TokenLogprob
 from fnllm.context import Context
-from fnllm.distributed import world
+from fnllm.distributed import agree, world
 from fnllm.edits import Edit, channels_of, edits_of_each
 from fnllm.layers import Layers
 from fnllm.model import forward, head_logits
@@ -67,11 +67,16 @@ def score(
     edits, in grad mode; `checkpoint` recomputes each sublayer in the backward pass instead of keeping its activations.
     With `capture` (as in `generate`; a sequence counts as a prompt) the results are `Scored`. `numerics` as in
     `EngineOptions`. Sequences are packed in their order into passes of at most `max_batched_tokens` tokens, counting
-    each as long as the longest of its pass (a longer one makes a pass of its own). Raises ValueError for an empty
-    sequence, an id outside the vocabulary, or a limit below one token.
+    each as long as the longest of its pass (a longer one makes a pass of its own). Under torchrun every rank makes the
+    same call; calls that differ are refused on all of them. Raises ValueError for an empty sequence, an id outside the
+    vocabulary, or a limit below one token.
     """
     layers = check_model(params, layers)
     given = list(sequences) if isinstance(sequences, Iterator) else sequences
+    if tp is None:
+        asked = {"layers": layers, "edits": edits, "capture": capture, "checkpoint": checkpoint}
+        options = {"numerics": numerics, "max_batched_tokens": max_batched_tokens}
+        agree(params, 0, sequences=given, **asked, options=options)
     ids = normalise(given, params.tokenizer, params.config.vocab_size)
     looked = [expand(params.config, one) for one in captures_of_each(capture, len(ids))]
     results: list[Any] = []
