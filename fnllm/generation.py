@@ -235,25 +235,30 @@ def run(
         score_prompts(worker.params, worker.variant.layers, tracks, edits, machine)
         meter = Meter(len(tracks)) if shown else None
         while tracks or flight is not None:
-            # On a GPU the next step is launched before the last one's tokens are read: the device never waits.
-            now = time.perf_counter()
-            state, launched = worker.launch(state)
-            if launched is not None:
-                start(launched.plan, tracks, now)
-            if not machine.asynchronous:
-                flight, launched = launched, None  # read at once
-            landed, flight = flight, launched
-            if landed is not None:
-                state, step = worker.collect(state, landed)
-                state, chunks = absorb(state, step, tracks, time.perf_counter())
-                if meter is not None:
-                    meter.step(step.plan, left=len(tracks))
-                for chunk in chunks:
-                    if errors == "raise" and chunk.completion is not None and chunk.completion.error is not None:
-                        raise chunk.completion.error
-                    yield chunk
-            elif flight is None:
-                raise RuntimeError(f"the scheduler has {len(tracks)} requests and no step for them")
+            chunks: list[Chunk] = []
+            # Other threads get the machine between chunks: between steps they and we might write over each other's
+            # prompts, where these take several steps, for ever.
+            with machine.lock:
+                while not chunks and (tracks or flight is not None):
+                    # On a GPU the next step is launched before the last one's tokens are read: the device never waits.
+                    now = time.perf_counter()
+                    state, launched = worker.launch(state)
+                    if launched is not None:
+                        start(launched.plan, tracks, now)
+                    if not machine.asynchronous:
+                        flight, launched = launched, None  # read at once
+                    landed, flight = flight, launched
+                    if landed is not None:
+                        state, step = worker.collect(state, landed)
+                        state, chunks = absorb(state, step, tracks, time.perf_counter())
+                        if meter is not None:
+                            meter.step(step.plan, left=len(tracks))
+                    elif flight is None:
+                        raise RuntimeError(f"the scheduler has {len(tracks)} requests and no step for them")
+            for chunk in chunks:
+                if errors == "raise" and chunk.completion is not None and chunk.completion.error is not None:
+                    raise chunk.completion.error
+                yield chunk
     finally:
         if meter is not None:
             meter.close()

@@ -12,6 +12,7 @@ from tiny_models import tiny
 
 import fnllm
 from fnllm.distributed import agree
+from fnllm.engines import Engine
 from fnllm.machine import Machine, Unbuilt
 from fnllm_weights import Shard
 
@@ -54,6 +55,33 @@ def test_threads_that_share_params_get_what_each_gets_alone(live):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_streams_in_threads_come_on_though_each_prompt_takes_several_steps(monkeypatch):
+    params, found, steps = fresh(), {}, []
+    prompts = [list(range(1 + 12 * n, 13 + 12 * n)) for n in range(2)]
+    options = {**SMALL, "max_num_batched_tokens": 4}
+    wanted = [fnllm.generate(params, one, GREEDY, **options)[0].token_ids for one in prompts]
+    usual = Engine.launch
+
+    def launch(engine, state):
+        steps.append(threading.get_ident())
+        assert len(steps) < 400, "the threads write over each other's prompts"
+        launched = usual(engine, state)
+        time.sleep(0.001)  # the other thread takes the machine, where it may
+        return launched
+
+    def work(number):
+        chunks = fnllm.stream(params, [prompts[number]], GREEDY, **options)
+        found[number] = tuple(id for chunk in chunks for id in chunk.token_ids)
+
+    monkeypatch.setattr(Engine, "launch", launch)
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[number] for number in range(2)] == wanted
 
 
 def test_threads_that_begin_together_share_one_machine(monkeypatch):
