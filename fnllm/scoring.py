@@ -253,7 +253,8 @@ def packed_tokens(tree: ParamTree, one: Pass, count: int) -> Iterator[tuple[Tens
         values = token_logprobs(logits, targets, vocab_start=start, vocab_limit=limit, tp=ctx.tp)
         raw = masked_logits(logits, start, limit)
         top_ids, top = top_tokens(raw, max(count, 1), vocab_start=start, tp=ctx.tp)
-        return targets, values, top_ids, top - log_normaliser(raw, tp=ctx.tp)[:, None]
+        top = torch.where(values.isnan()[:, None], torch.nan, top - log_normaliser(raw, tp=ctx.tp)[:, None])
+        return targets, values, top_ids, top
 
     return by_head(tree, one.hidden, ctx, of_targets)
 
