@@ -265,7 +265,7 @@ def simulate(size: int, fn: Callable[..., Any], *per_rank_args: Sequence[Any]) -
     meeting = _Meeting(size, [0] * size)
     ranks = [counting(Simulated(r, size, meeting) if size > 1 else SINGLE) for r in range(size)]
     results: list = [None] * size
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
     abandoned: list[_Abandoned] = []
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
@@ -275,7 +275,7 @@ def simulate(size: int, fn: Callable[..., Any], *per_rank_args: Sequence[Any]) -
                 results[r] = fn(ranks[r], *(values[r] for values in per_rank_args))
         except _Abandoned as consequence:
             abandoned.append(consequence)
-        except Exception as error:
+        except BaseException as error:  # an exit, or a test's skip, is one as well
             errors.append(error)
         finally:
             meeting.leave(r)
