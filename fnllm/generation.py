@@ -136,7 +136,7 @@ def serve(params: Params, call: Call, *, progress: bool | None, live: bool) -> G
 
 
 def agree_on_weights(machine: Machine, params: Params, variant: Variant) -> None:
-    """See to it that the weights count as changed on all ranks if they do on one, which may have written its shard alone.
+    """Let the weights count as changed on all ranks if they do on one, which may have written its shard alone.
 
     Else that rank would compute a prefix that the others find, and their steps would not meet.
     """

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
-from fnllm.ambient import in_torch_func
+from fnllm.ambient import at_device, in_torch_func
 from fnllm.batch import Batch
 from fnllm.capture import NOTHING, Capture, captures_of_each, expand, union_of_sites, wanted
 from fnllm.completion import TokenLogprob
@@ -80,13 +80,14 @@ def score(
     ids = normalise(given, params.tokenizer, params.config.vocab_size)
     looked = [expand(params.config, one) for one in captures_of_each(capture, len(ids))]
     results: list[Any] = []
-    for one in passes(params, ids, layers, edits, looked, checkpoint, numerics, max_batched_tokens, tp):
-        lengths = [len(ids[i]) for i in one.group]
-        logprobs = [part[1:] for part in packed_logprobs(params.tree, one.hidden, one.ctx).split(lengths)]
-        if capture is None:
-            results += logprobs
-        else:
-            results += with_captured(params.tree, one, logprobs, [looked[i] for i in one.group], lengths)
+    with at_device(params.tree["norm"].device):
+        for one in passes(params, ids, layers, edits, looked, checkpoint, numerics, max_batched_tokens, tp):
+            lengths = [len(ids[i]) for i in one.group]
+            logprobs = [part[1:] for part in packed_logprobs(params.tree, one.hidden, one.ctx).split(lengths)]
+            if capture is None:
+                results += logprobs
+            else:
+                results += with_captured(params.tree, one, logprobs, [looked[i] for i in one.group], lengths)
     return results
 
 

@@ -1,5 +1,6 @@
 """What surrounds a call: threads, copies of params, torch's modes and defaults, settings at the ends of float32."""
 
+import contextlib
 import copy
 import pickle
 import threading
@@ -11,6 +12,7 @@ import torch
 from tiny_models import tiny
 
 import fnllm
+from fnllm.ambient import set_aside
 from fnllm.distributed import agree
 from fnllm.engines import Engine
 from fnllm.machine import Machine, Unbuilt
@@ -214,6 +216,44 @@ def test_an_engine_built_in_a_mode_works_in_it_and_outside(mode, sampling):
     assert run(params, sampling) == wanted
     with MODES[mode]():
         assert run(params, BUSY) == run(params, BUSY)
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.inference_mode])
+def test_the_engines_gpu_is_the_current_one_while_it_works(mode, monkeypatch):
+    """Kernels, graphs and events go to the current GPU, whichever one the tensors are on."""
+    now = [0]
+
+    @contextlib.contextmanager
+    def device(wanted):
+        now.append(wanted.index)
+        yield
+        now.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    with mode():
+        for index in (1, 0):
+            with set_aside(torch.device("cuda", index)):
+                assert torch.cuda.current_device() == index and not torch.is_inference_mode_enabled()
+            assert now == [0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    "options", [{"compile": "none"}, {"compile": "graphs"}, {"numerics": "batch_invariant"}], ids=str
+)
+def test_params_on_another_gpu_than_the_current_one(options):
+    found = []
+    for device in ("cuda:0", "cuda:1"):
+        params = fnllm.load(device=device)
+        completions = fnllm.generate(params, PROMPTS, GREEDY, **SMALL, **options)
+        numerics = options.get("numerics", "default")
+        found.append(
+            ([one.token_ids for one in completions], fnllm.score(params, PROMPTS[:1], numerics=numerics)[0].cpu())
+        )
+        assert torch.cuda.current_device() == 0
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize("mode", ["inference", "autocast"])
