@@ -37,7 +37,8 @@ def as_now(x: Any) -> Any:
     """A series as it is now: its caller may change it later, and an iterator gives its items only once."""
     if isinstance(x, str | bytes | Mapping) or not isinstance(x, Iterable) or getattr(x, "ndim", 1) == 0:
         return x
-    return tuple(x.tolist() if hasattr(x, "tolist") else x)
+    listed = getattr(x, "tolist", None)  # of arrays and tensors, whose items may be views
+    return tuple(x if listed is None else listed())
 
 
 def check_arguments(name: str, args: tuple, options: Mapping[str, Any]) -> None:
