@@ -106,8 +106,8 @@ def place(name: str, position: Any) -> Tensor:
         number = operator.index(position)
     except TypeError:
         raise TypeError(f"{name} must be an integer, found {position!r}") from None
-    if number < 0:
-        raise ValueError(f"{name} counts from the first token and must be at least 0, found {number}")
+    if not 0 <= number < 2**63:
+        raise ValueError(f"{name} counts from the first token and must be at least 0, below 2**63; found {number}")
     return torch.tensor(number, device="cpu")
 
 
