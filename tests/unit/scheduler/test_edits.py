@@ -320,7 +320,7 @@ def test_request_copies_its_prompt(unchecked):
     assert request.prompt == (1, 2, 3)
 
 
-def test_numbers_of_numpys_smallest_kind_count_as_what_they_are():
+def test_numbers_of_numpys_smallest_kind_count_as_what_they_are(unchecked):
     config = SchedulerConfig(100, 4, 8, 64, 256)
     request = Request(tuple(range(100)), np.int8(60), min_tokens=np.uint8(3), keep=True)
     state, seq_id = scheduler.add(scheduler.init(config), request)
