@@ -126,28 +126,12 @@ def serve(params: Params, call: Call, *, progress: bool | None, live: bool) -> G
     edits, sites = [one.edits for one in wishes], union_of_sites(one.capture for one in wishes)
     variant = Variant(layers, channels_of(edits), sites)
     worker = Engine(params, machine_for(params, variant, None, EngineOptions(**call.options)), variant)
-    agree_on_weights(worker.machine, params, variant)
     state, tracks, refused = hand_in(worker, wishes, seed, call.errors, live)
     if variant.capture:
         worker.machine.reserve_for_captures(sum(bytes_captured(worker, one) for one in tracks.values()), worker.report)
     shown = params.shard.rank == 0 and (is_terminal() if progress is None else progress)
     chunks = run(worker, state, tracks, refused, edits, call.errors, shown)
     return chunks if live else alone(worker.machine, chunks)
-
-
-def agree_on_weights(machine: Machine, params: Params, variant: Variant) -> None:
-    """Let the weights count as changed on all ranks if they do on one, which may have written its shard alone.
-
-    Else that rank would compute a prefix that the others find, and their steps would not meet.
-    """
-    if machine.tp.size == 1:
-        return
-    with machine.lock:
-        numbers = [machine.version_of(params, variant), machine.versions.changes]
-        ranks = exchange_numbers(machine.tp, machine.device, numbers)
-        if any(numbers_there[0] != numbers[0] for numbers_there in ranks):
-            machine.versions.changes = max(changes for _, changes in ranks)
-            machine.versions.forget()
 
 
 def wishes_of(params: Params, call: Call) -> list[Wish]:
@@ -248,6 +232,7 @@ def run(
     flight: Flight | None = None
     try:
         yield from refused
+        agree_on_weights(worker)
         score_prompts(worker.params, worker.variant.layers, tracks, edits, machine)
         meter = Meter(len(tracks)) if shown else None
         while tracks or flight is not None:
@@ -279,6 +264,22 @@ def run(
         if meter is not None:
             meter.close()
         machine.rest_at(settled(worker, state, flight))
+
+
+def agree_on_weights(worker: Engine) -> None:
+    """Let the weights count as changed on all ranks if they do on one, which may have written its shard alone.
+
+    Else that rank would compute a prefix that the others find, and their steps would not meet.
+    """
+    machine = worker.machine
+    if machine.tp.size == 1:
+        return
+    with machine.lock:
+        numbers = [machine.version_of(worker.params, worker.variant), machine.versions.changes]
+        ranks = exchange_numbers(machine.tp, machine.device, numbers)
+        if any(numbers_there[0] != numbers[0] for numbers_there in ranks):
+            machine.versions.changes = max(changes for _, changes in ranks)
+            machine.versions.forget()
 
 
 def settled(worker: Engine, state: State, flight: Flight | None) -> State | None:

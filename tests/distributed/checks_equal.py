@@ -165,3 +165,8 @@ def check_a_shard_that_its_rank_alone_wrote_counts_for_all(expected: dict) -> No
         assert changed.token_ids == fresh.token_ids and changed.cached_tokens == 0
         (again,) = fnllm.generate(params, prompt, greedy(), **options)
         assert again.token_ids == fresh.token_ids and again.cached_tokens == 6
+        chunks = fnllm.stream(params, prompt, greedy(), **options)  # begins with the first that is asked for
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                params.tree["norm"].mul_(1)
+        assert [*chunks][-1].completion.cached_tokens == 0
