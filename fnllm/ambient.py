@@ -11,20 +11,28 @@ NEVER = 2**31 - 1  # collections of the middle generation before one of all
 
 
 def set_aside(device: torch.device) -> contextlib.AbstractContextManager:
-    """Within it neither inference mode nor autocast is on; costs nothing where they are off.
+    """Within it neither inference mode nor autocast is on, and the GPU is the current one; costs nothing if so already.
 
     The engine's tensors outlive a call: made under inference mode they could not be written outside of it, and autocast
     would give the cache another dtype than it has.
     """
     inference, autocast = torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device.type)
     if not inference and not autocast:
-        return contextlib.nullcontext()
+        return at_device(device)
     stack = contextlib.ExitStack()
+    stack.enter_context(at_device(device))
     if inference:
         stack.enter_context(torch.inference_mode(False))
     if autocast:
         stack.enter_context(torch.autocast(device.type, enabled=False))
     return stack
+
+
+def at_device(device: torch.device) -> contextlib.AbstractContextManager:
+    """Within it a GPU is the current one: there, whatever their tensors, Triton's kernels, graphs and events go."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from typing import Any
 
 from fnllm.compiled import StepRunner
 from fnllm.edits import Channel
+from fnllm.held import equal
 from fnllm.jobs import Variant
 from fnllm.layers import Layers
 from fnllm.sampler import SamplerFeatures
@@ -27,7 +28,7 @@ class Built:
 
     def again(self, variant: Variant, features: SamplerFeatures) -> StepRunner | None:
         """The runner that was used last, if it was for these."""
-        if self.last is not None and self.last[:2] == (variant, features):
+        if self.last is not None and equal(self.last[:2], (variant, features)):
             return self.last[2]
         return None
 
@@ -47,10 +48,12 @@ class Built:
         if len(self.runners) < MOST_CHANGED:
             return False
         usual = functions_in(plain())
-        known = [one for one in dict.fromkeys(map(functions_in, reversed(self.runners))) if one != usual]
-        if functions_in(spec) in (usual, *known) or len(known) < MOST_CHANGED:
+        known = dict.fromkeys(map(functions_in, reversed(self.runners)))  # found by hash, see `equal`
+        known.pop(usual, None)
+        if functions_in(spec) in {usual, *known} or len(known) < MOST_CHANGED:
             return False
-        for old in [one for one in self.runners if functions_in(one) in known[MOST_CHANGED - 1 :]]:
+        oldest = {*list(known)[MOST_CHANGED - 1 :]}
+        for old in [one for one in self.runners if functions_in(one) in oldest]:
             del self.runners[old]
         read = {(), self.joined, spec.edits, *(one.edits for one in self.runners)}
         self.choices = {channels: some for channels, some in self.choices.items() if channels in read}
@@ -64,6 +67,6 @@ def functions_in(spec: StepSpec) -> tuple[Layers, tuple[Channel, ...], tuple[Cal
     return spec.layers, spec.edits, spec.features.logits_fns
 
 
-def functions_of(spec: StepSpec) -> list[Callable]:
+def functions_of(spec: StepSpec) -> set[Callable]:
     """The same one by one, and fnllm's own among them."""
-    return [*spec.layers, *(channel.apply for channel in spec.edits), *spec.features.logits_fns]
+    return {*spec.layers, *(channel.apply for channel in spec.edits), *spec.features.logits_fns}

@@ -124,8 +124,8 @@ def wanted(capture: Capture, prompt_length: int, start: int, stop: int) -> Int[n
         low = {"output": prompt_length, "last": prompt_length - 1}.get(kind, 0)
         high = {"prompt": prompt_length, "last": prompt_length}.get(kind, stop)
         return np.arange(max(start, low), max(start, low, min(stop, high)))
-    places = np.unique([p if p >= 0 else p + prompt_length for p in kind]).astype(int)
-    return places[(places >= start) & (places < stop)]
+    places = {p if p >= 0 else p + prompt_length for p in kind}
+    return np.array(sorted(p for p in places if start <= p < stop), dtype=int)
 
 
 def needs_whole_prompt(capture: Capture, prompt_length: int) -> bool:

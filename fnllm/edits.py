@@ -106,8 +106,8 @@ def place(name: str, position: Any) -> Tensor:
         number = operator.index(position)
     except TypeError:
         raise TypeError(f"{name} must be an integer, found {position!r}") from None
-    if number < 0:
-        raise ValueError(f"{name} counts from the first token and must be at least 0, found {number}")
+    if not 0 <= number < 2**63:
+        raise ValueError(f"{name} counts from the first token and must be at least 0, below 2**63; found {number}")
     return torch.tensor(number, device="cpu")
 
 
@@ -232,11 +232,21 @@ def merged(requests: Iterable[Sequence[Channel]]) -> list[Channel]:
     for own in requests:
         at = 0
         for channel in own:
-            at = channels.index(channel, at) if channel in channels[at:] else len(channels)
+            at = find(channel, channels, at)
             if at == len(channels):
                 channels.append(channel)
             at += 1
     return channels
+
+
+def find(channel: Channel, channels: Sequence[Channel], start: int) -> int:
+    """The first place of a channel from `start` on, their number if there is none.
+
+    By hash first, as in a dict: functions may be objects whose == asks the tensors that they hold.
+    """
+    number = hash(channel)
+    places = range(start, len(channels))
+    return next((i for i in places if hash(channels[i]) == number and channels[i] == channel), len(channels))
 
 
 def placed(edits: Sequence[Edit], channels: Sequence[Channel]) -> list[Edit | None]:
@@ -244,13 +254,13 @@ def placed(edits: Sequence[Edit], channels: Sequence[Channel]) -> list[Edit | No
     places: list[Edit | None] = [None] * len(channels)
     behind: dict[str, int] = {}  # by site, the channel of the edit before
     for edit in edits:
-        channel, at = channel_of(edit), behind.get(edit.site, 0)
-        if channel not in channels[at:]:
+        channel = channel_of(edit)
+        at = find(channel, channels, behind.get(edit.site, 0))
+        if at == len(channels):
             raise ValueError(
                 f"this engine was not built for the edit {name_of(edit.apply)} at {edit.site} with values of shapes "
                 f"{channel.shapes}; give engine(edits=...) one of this function and these shapes, in this order"
             )
-        at = channels.index(channel, at)
         places[at], behind[edit.site] = edit, at + 1
     return places
 

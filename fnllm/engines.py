@@ -22,6 +22,7 @@ from fnllm.capture import (
 from fnllm.compiled import Report
 from fnllm.edits import Edit, channels_of, edit_key, edits_of_each, kind_of, placed, with_own_values
 from fnllm.failures import any_failed, failures, no_tokens
+from fnllm.held import equal
 from fnllm.jobs import Job, Variant, looks_back
 from fnllm.layers import Layers
 from fnllm.machine import Machine
@@ -215,7 +216,7 @@ class Engine:
 
     def launch_alone(self, state: State) -> tuple[State, Flight | None]:
         """`launch` in a thread that holds the machine, with torch in no mode of the caller's."""
-        if state.variant != self.variant:
+        if not equal(state.variant, self.variant):
             raise ValueError(
                 "this state belongs to an engine with other layers, edits or captures, and its cache holds what those "
                 "computed; continue it there, or add its tokens to a state of this engine"

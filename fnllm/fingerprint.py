@@ -28,7 +28,10 @@ def _feed(digest: Any, value: Any) -> None:
         digest.update(f"{type(value).__name__} {len(data)} ".encode() + data)
     elif value is None or isinstance(value, bool | int | float | torch.dtype | torch.device):
         digest.update(f"{value!r} ".encode())
-    elif isinstance(value, Tensor | np.ndarray | np.generic):
+    elif isinstance(value, Tensor):  # its bytes: no Python step for each number of an edit's values
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        _feed(digest, (str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()))
+    elif isinstance(value, np.ndarray | np.generic):
         _feed(digest, (str(value.dtype), tuple(value.shape), value.tolist()))
     elif isinstance(value, list | tuple) and set(map(type, value)) == {int}:
         digest.update(f"ints {len(value)} {list(value)!r} ".encode())  # token ids: no Python step for each

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, SupportsIndex
 from fnllm.ambient import full_collections_off, set_aside
 from fnllm.capture import Capture, capture_bytes, captures_of_each, expand, union_of_sites
 from fnllm.completion import Chunk, Completion, failed
-from fnllm.distributed import agree
+from fnllm.distributed import agree, exchange_numbers
 from fnllm.edits import Edit, channels_of, edits_of_each, with_own_values
 from fnllm.engines import Engine, Flight
 from fnllm.jobs import Variant
@@ -232,32 +232,54 @@ def run(
     flight: Flight | None = None
     try:
         yield from refused
+        agree_on_weights(worker)
         score_prompts(worker.params, worker.variant.layers, tracks, edits, machine)
         meter = Meter(len(tracks)) if shown else None
         while tracks or flight is not None:
-            # On a GPU the next step is launched before the last one's tokens are read: the device never waits.
-            now = time.perf_counter()
-            state, launched = worker.launch(state)
-            if launched is not None:
-                start(launched.plan, tracks, now)
-            if not machine.asynchronous:
-                flight, launched = launched, None  # read at once
-            landed, flight = flight, launched
-            if landed is not None:
-                state, step = worker.collect(state, landed)
-                state, chunks = absorb(state, step, tracks, time.perf_counter())
-                if meter is not None:
-                    meter.step(step.plan, left=len(tracks))
-                for chunk in chunks:
-                    if errors == "raise" and chunk.completion is not None and chunk.completion.error is not None:
-                        raise chunk.completion.error
-                    yield chunk
-            elif flight is None:
-                raise RuntimeError(f"the scheduler has {len(tracks)} requests and no step for them")
+            chunks: list[Chunk] = []
+            # Other threads get the machine between chunks: between steps they and we might write over each other's
+            # prompts, where these take several steps, for ever.
+            with machine.lock:
+                while not chunks and (tracks or flight is not None):
+                    # On a GPU the next step is launched before the last one's tokens are read: the device never waits.
+                    now = time.perf_counter()
+                    state, launched = worker.launch(state)
+                    if launched is not None:
+                        start(launched.plan, tracks, now)
+                    if not machine.asynchronous:
+                        flight, launched = launched, None  # read at once
+                    landed, flight = flight, launched
+                    if landed is not None:
+                        state, step = worker.collect(state, landed)
+                        state, chunks = absorb(state, step, tracks, time.perf_counter())
+                        if meter is not None:
+                            meter.step(step.plan, left=len(tracks))
+                    elif flight is None:
+                        raise RuntimeError(f"the scheduler has {len(tracks)} requests and no step for them")
+            for chunk in chunks:
+                if errors == "raise" and chunk.completion is not None and chunk.completion.error is not None:
+                    raise chunk.completion.error
+                yield chunk
     finally:
         if meter is not None:
             meter.close()
         machine.rest_at(settled(worker, state, flight))
+
+
+def agree_on_weights(worker: Engine) -> None:
+    """Let the weights count as changed on all ranks if they do on one, which may have written its shard alone.
+
+    Else that rank would compute a prefix that the others find, and their steps would not meet.
+    """
+    machine = worker.machine
+    if machine.tp.size == 1:
+        return
+    with machine.lock:
+        numbers = [machine.version_of(worker.params, worker.variant), machine.versions.changes]
+        ranks = exchange_numbers(machine.tp, machine.device, numbers)
+        if any(numbers_there[0] != numbers[0] for numbers_there in ranks):
+            machine.versions.changes = max(changes for _, changes in ranks)
+            machine.versions.forget()
 
 
 def settled(worker: Engine, state: State, flight: Flight | None) -> State | None:

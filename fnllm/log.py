@@ -22,14 +22,23 @@ class Event(NamedTuple):
 def event(name: str, *args: Any, **options: Any) -> Event:
     """An entry of a log: `event("add", prompt, sampling, seed=1)`, `event("step")`, `event("fork", 0)`, ...
 
-    Raises ValueError for a name that `apply` does not know, TypeError for arguments that it does not take.
+    Lists and iterators are kept as they are now. Raises ValueError for a name that `apply` does not know, TypeError for
+    arguments that it does not take.
     """
     if name not in EVENTS:
         close = difflib.get_close_matches(name, EVENTS, n=1)
         advice = f"did you mean {close[0]!r}?" if close else f"known: {sorted(EVENTS)}"
         raise ValueError(f"unknown event {name!r}; {advice}")
     check_arguments(name, args, options)
-    return Event(name, args, tuple(options.items()))
+    return Event(name, tuple(map(as_now, args)), tuple((key, as_now(value)) for key, value in options.items()))
+
+
+def as_now(x: Any) -> Any:
+    """A series as it is now: its caller may change it later, and an iterator gives its items only once."""
+    if isinstance(x, str | bytes | Mapping) or not isinstance(x, Iterable) or getattr(x, "ndim", 1) == 0:
+        return x
+    listed = getattr(x, "tolist", None)  # of arrays and tensors, whose items may be views
+    return tuple(x if listed is None else listed())
 
 
 def check_arguments(name: str, args: tuple, options: Mapping[str, Any]) -> None:

@@ -34,5 +34,6 @@ class RowFeatures:
 
     def function_numbers(self) -> list[int]:
         """The place of each row's logits_fn among the batch's; -1 for a row without one."""
-        functions, own = self.together.logits_fns, (self.of_row[row].logits_fns for row in self.rows.tolist())
-        return [functions.index(mine[0]) if mine else -1 for mine in own]
+        places = {function: place for place, function in enumerate(self.together.logits_fns)}
+        own = (self.of_row[row].logits_fns for row in self.rows.tolist())
+        return [places[mine[0]] if mine else -1 for mine in own]

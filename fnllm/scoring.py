@@ -9,12 +9,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
-from fnllm.ambient import in_torch_func
+from fnllm.ambient import at_device, in_torch_func
 from fnllm.batch import Batch
 from fnllm.capture import NOTHING, Capture, captures_of_each, expand, union_of_sites, wanted
 from fnllm.completion import TokenLogprob
 from fnllm.context import Context
-from fnllm.distributed import world
+from fnllm.distributed import agree, world
 from fnllm.edits import Edit, channels_of, edits_of_each
 from fnllm.layers import Layers
 from fnllm.model import forward, head_logits
@@ -67,21 +67,27 @@ def score(
     edits, in grad mode; `checkpoint` recomputes each sublayer in the backward pass instead of keeping its activations.
     With `capture` (as in `generate`; a sequence counts as a prompt) the results are `Scored`. `numerics` as in
     `EngineOptions`. Sequences are packed in their order into passes of at most `max_batched_tokens` tokens, counting
-    each as long as the longest of its pass (a longer one makes a pass of its own). Raises ValueError for an empty
-    sequence, an id outside the vocabulary, or a limit below one token.
+    each as long as the longest of its pass (a longer one makes a pass of its own). Under torchrun every rank makes the
+    same call; calls that differ are refused on all of them. Raises ValueError for an empty sequence, an id outside the
+    vocabulary, or a limit below one token.
     """
     layers = check_model(params, layers)
     given = list(sequences) if isinstance(sequences, Iterator) else sequences
+    if tp is None:
+        asked = {"layers": layers, "edits": edits, "capture": capture, "checkpoint": checkpoint}
+        options = {"numerics": numerics, "max_batched_tokens": max_batched_tokens}
+        agree(params, 0, sequences=given, **asked, options=options)
     ids = normalise(given, params.tokenizer, params.config.vocab_size, name="sequence")
     looked = [expand(params.config, one) for one in captures_of_each(capture, len(ids))]
     results: list[Any] = []
-    for one in passes(params, ids, layers, edits, looked, checkpoint, numerics, max_batched_tokens, tp):
-        lengths = [len(ids[i]) for i in one.group]
-        logprobs = [part[1:] for part in packed_logprobs(params.tree, one.hidden, one.ctx).split(lengths)]
-        if capture is None:
-            results += logprobs
-        else:
-            results += with_captured(params.tree, one, logprobs, [looked[i] for i in one.group], lengths)
+    with at_device(params.tree["norm"].device):
+        for one in passes(params, ids, layers, edits, looked, checkpoint, numerics, max_batched_tokens, tp):
+            lengths = [len(ids[i]) for i in one.group]
+            logprobs = [part[1:] for part in packed_logprobs(params.tree, one.hidden, one.ctx).split(lengths)]
+            if capture is None:
+                results += logprobs
+            else:
+                results += with_captured(params.tree, one, logprobs, [looked[i] for i in one.group], lengths)
     return results
 
 
@@ -248,7 +254,8 @@ def packed_tokens(tree: ParamTree, one: Pass, count: int) -> Iterator[tuple[Tens
         values = token_logprobs(logits, targets, vocab_start=start, vocab_limit=limit, tp=ctx.tp)
         raw = masked_logits(logits, start, limit)
         top_ids, top = top_tokens(raw, max(count, 1), vocab_start=start, tp=ctx.tp)
-        return targets, values, top_ids, top - log_normaliser(raw, tp=ctx.tp)[:, None]
+        top = torch.where(values.isnan()[:, None], torch.nan, top - log_normaliser(raw, tp=ctx.tp)[:, None])
+        return targets, values, top_ids, top
 
     return by_head(tree, one.hidden, ctx, of_targets)
 

@@ -76,9 +76,11 @@ class ProcessGroup:
         return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", self.group_name))
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
+        refuse_gradients(x)
         return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "max", self.group_name))
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        refuse_gradients(x)
         stacked = _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), self.size, self.group_name))
         # The op concatenates along the first axis: take the ranks' axis apart and move it next to `dim`.
         dim = dim % x.dim()
@@ -87,7 +89,10 @@ class ProcessGroup:
 
 
 def refuse_gradients(x: Tensor) -> None:
-    """ValueError where a gradient would be lost: the ops of a process group have none."""
+    """ValueError where a gradient would be lost or wrong: the ops of a process group have none, or that of another sum.
+
+    Of every rank's loss instead of this one's, where PyTorch gives them one.
+    """
     if torch.is_grad_enabled() and x.requires_grad:
         raise ValueError(
             "gradients do not pass between the ranks of a process group; wrap the call in torch.no_grad(), train on "
@@ -260,7 +265,7 @@ def simulate(size: int, fn: Callable[..., Any], *per_rank_args: Sequence[Any]) -
     meeting = _Meeting(size, [0] * size)
     ranks = [counting(Simulated(r, size, meeting) if size > 1 else SINGLE) for r in range(size)]
     results: list = [None] * size
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
     abandoned: list[_Abandoned] = []
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
@@ -270,7 +275,7 @@ def simulate(size: int, fn: Callable[..., Any], *per_rank_args: Sequence[Any]) -
                 results[r] = fn(ranks[r], *(values[r] for values in per_rank_args))
         except _Abandoned as consequence:
             abandoned.append(consequence)
-        except Exception as error:
+        except BaseException as error:  # an exit, or a test's skip, is one as well
             errors.append(error)
         finally:
             meeting.leave(r)

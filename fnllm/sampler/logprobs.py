@@ -53,9 +53,15 @@ def token_logprobs(
     vocab_limit: int,
     tp: TensorParallel = SINGLE,
 ) -> Float[Tensor, " T"]:
-    """log softmax(logits)[ids] per row, over all ranks' slices; -inf for ids at or above `vocab_limit`."""
-    logits = masked_logits(logits, vocab_start, vocab_limit)
-    return logits_at(logits, ids, vocab_start=vocab_start, tp=tp) - log_normaliser(logits, tp=tp)
+    """log softmax(logits)[ids] per row, over all ranks' slices; -inf for ids at or above `vocab_limit`.
+
+    NaN where any logit of a row is, though it be another id's: the others alone would give a number that looks right.
+    """
+    raw = masked_logits(logits, vocab_start, vocab_limit)
+    values = logits_at(raw, ids, vocab_start=vocab_start, tp=tp) - log_normaliser(raw, tp=tp)
+    broken = logits.detach()[:, : valid_columns(logits.shape[1], vocab_start, vocab_limit)].isnan().any(-1)
+    # A factor, so that the gradient is NaN too.
+    return values * torch.where(tp.all_reduce_max(broken.int()) > 0, torch.nan, 1.0).to(values.dtype)
 
 
 def logits_at(

@@ -168,9 +168,10 @@ def signed_64(value: int) -> int:
 
 
 def _index(fns: tuple, fn: Any) -> int:
-    if fn not in fns:
+    places = {one: place for place, one in enumerate(fns)}  # by hash, since == may ask tensors that they hold
+    if fn not in places:
         raise ValueError(f"logits_fn {fn!r} is not among features.logits_fns; use features_of")
-    return fns.index(fn)
+    return places[fn]
 
 
 def _padded(lists: list, width: int, fill: int | float, dtype: torch.dtype, name: str) -> Tensor:

@@ -4,6 +4,7 @@ All of them act on the tokens known now. Tokens in flight for a truncated or ext
 sequence with tokens in flight starts from its known ones and samples its own.
 """
 
+import operator
 from collections.abc import Iterable
 
 from .checks import is_int, pack_tokens
@@ -51,6 +52,7 @@ def truncate(state: SchedulerState, seq_id: int, length: int) -> SchedulerState:
         raise ValueError(
             f"length={length!r} must be an integer in [1, {known(sequence)}], the known tokens of seq_id={seq_id}"
         )
+    length = operator.index(length)  # a small one of numpy's would overflow in what is computed with it
     packed = b"".join((*sequence.blocks, sequence.tail))[: 4 * length]
     prompt_len = min(sequence.prompt_len, length)
     return _replace_tokens(state, seq_id, sequence, packed, prompt_len, sequence.max_tokens)
@@ -77,7 +79,7 @@ def append(state: SchedulerState, seq_id: int, tokens: Iterable[int], max_tokens
     ended = sequence.reason is not None
     packed = b"".join((*sequence.blocks, sequence.tail, packed))
     sequence = evolve(sequence, reason=None, admitted=False)
-    state = _replace_tokens(state, seq_id, sequence, packed, length, max_tokens)
+    state = _replace_tokens(state, seq_id, sequence, packed, length, operator.index(max_tokens))
     return queue(state, seq_id, front=False) if ended else state
 
 

@@ -1,5 +1,6 @@
 """What a caller asks of the scheduler, and the record it keeps of each sequence."""
 
+import operator
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,7 @@ class Request:
                 raise TypeError(f"{name}={value!r} must be an integer of at least 0")
             if value < 0:
                 raise ValueError(f"{name}={value} must be at least 0")
+            object.__setattr__(self, name, operator.index(value))  # a small one of numpy's would overflow in sums
         object.__setattr__(self, "packed", pack_tokens(self.prompt, "prompt"))
         if self.stop_token_ids:
             pack_tokens(self.stop_token_ids, "stop_token_ids")

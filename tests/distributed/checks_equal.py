@@ -147,3 +147,26 @@ def check_without_a_seed_all_ranks_draw_the_same(expected: dict) -> None:
     chunks = [c.token_ids for c in fnllm.stream(params, [[5, 6, 7]], wild, num_blocks=16)]
     dist.all_gather_object(texts, chunks)
     assert all(text == texts[0] for text in texts)
+
+
+def check_a_shard_that_its_rank_alone_wrote_counts_for_all(expected: dict) -> None:
+    """As of an embedding's row, which one rank holds: the others must not find what the old one computed."""
+    params = fnllm.load(ORACLE / "qwen3-odd")
+    prompt, options = [[3, 1, 4, 1, 5, 9, 2, 6]], {"block_size": 2, "num_blocks": 32}
+    fnllm.generate(params, prompt, greedy(), **options)
+    for row in (3, params.config.vocab_size - 1, 3):  # of the first rank and of the last
+        embed = params.tree["embed"]
+        place = row - dist.get_rank() * embed.shape[0]
+        if 0 <= place < embed.shape[0]:
+            with torch.no_grad():
+                embed[place] *= -3
+        (changed,) = fnllm.generate(params, prompt, greedy(), **options)
+        (fresh,) = fnllm.generate(params._replace(workspace={}), prompt, greedy(), **options)
+        assert changed.token_ids == fresh.token_ids and changed.cached_tokens == 0
+        (again,) = fnllm.generate(params, prompt, greedy(), **options)
+        assert again.token_ids == fresh.token_ids and again.cached_tokens == 6
+        chunks = fnllm.stream(params, prompt, greedy(), **options)  # begins with the first that is asked for
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                params.tree["norm"].mul_(1)
+        assert [*chunks][-1].completion.cached_tokens == 0

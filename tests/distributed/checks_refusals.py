@@ -54,6 +54,21 @@ def check_calls_that_differ_are_refused_by_name_on_every_rank(expected: None) ->
     assert [c.token_ids for c in first] == [c.token_ids for c in again]
 
 
+def check_scores_of_different_things_are_refused_by_name_on_every_rank(expected: None) -> None:
+    params = fnllm.load(ORACLE / "qwen3-odd")
+    cases = {
+        "sequences": lambda: {"sequences": mine([[3, 1, 4]], [[3, 1, 5]])},  # of one length: the sums would meet
+        "layers": lambda: {"layers": mine(None, fnllm.Layers()._replace(mlp=doubled))},
+        "edits": lambda: {"edits": fnllm.steer("final_norm", torch.full((36,), mine(1.0, 2.0)))},
+        "capture": lambda: {"capture": mine(None, "final_norm")},
+        "options": lambda: {"numerics": mine("default", "batch_invariant")},
+    }
+    for name, changed in cases.items():
+        with pytest.raises(ValueError, match=f"^{name} on rank 1 differ from rank 0's"):
+            fnllm.score(params, **{"sequences": [[3, 1, 4]], **changed()})
+    assert len(fnllm.score(params, [[3, 1, 4]])[0]) == 2
+
+
 def check_what_the_ranks_did_before_must_be_equal(expected: None) -> None:
     params = fnllm.load(ORACLE / "qwen3-odd")
     fnllm.generate(params, PROMPTS, SAMPLING, num_blocks=16)
@@ -114,8 +129,9 @@ def check_a_gradient_between_ranks_is_refused_and_not_lost(expected: None) -> No
     params = fnllm.load(ORACLE / "qwen3-odd")
     params.tree["norm"].requires_grad_()
     params.tree["layers"][0]["o"].requires_grad_()
-    with pytest.raises(ValueError, match="gradients do not pass between the ranks"):
-        fnllm.score(params, [[3, 1, 4]])
+    for numerics in ("default", "batch_invariant"):  # which sums by gathering
+        with pytest.raises(ValueError, match="gradients do not pass between the ranks"):
+            fnllm.score(params, [[3, 1, 4]], numerics=numerics)
     with torch.no_grad():
         assert len(fnllm.score(params, [[3, 1, 4]])[0]) == 2
 

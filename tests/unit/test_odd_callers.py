@@ -70,6 +70,7 @@ WRONG = {
     "a row without an axis": (lambda: fnllm.patch(SITE, torch.ones(24), 0), ValueError, r"alone is rows\[None\]"),
     "no rows": (lambda: fnllm.patch(SITE, torch.ones(0, 24), 0), ValueError, r"one at least; found \(0, 24\)"),
     "a place before the first": (lambda: fnllm.patch(SITE, torch.ones(1, 24), -1), ValueError, "position counts from"),
+    "a place beyond all": (lambda: fnllm.patch(SITE, torch.ones(1, 24), 2**70), ValueError, "position counts .*2..63"),
     "half a place": (lambda: fnllm.steer(SITE, torch.ones(24), start=1.5), TypeError, "start must be an integer"),
     "every layer": (lambda: fnllm.steer("layers.*.q", torch.ones(24)), ValueError, "site must be one name.*each layer"),
     "a number": (lambda: fnllm.Edit(SITE, abs, 1.5), TypeError, "values of the edit at .* torch.tensor makes one"),
@@ -167,8 +168,9 @@ def test_a_text_is_scored_as_a_text():
     assert torch.equal(whole, again)
 
 
-def test_positions_that_a_request_never_reaches_give_empty_activations():
-    one = generate(capture=Capture(("logits", SITE), (300,)))
+@pytest.mark.parametrize("position", [300, -300, 2**70, -(2**70)])
+def test_positions_that_a_request_never_reaches_give_empty_activations(position):
+    one = generate(capture=Capture(("logits", SITE), (position,)))
     assert one.captured_at == () and set(one.captured) == {"logits", SITE}
     assert all(len(x) == 0 for x in one.captured.values())
 

@@ -1,5 +1,6 @@
 """What surrounds a call: threads, copies of params, torch's modes and defaults, settings at the ends of float32."""
 
+import contextlib
 import copy
 import pickle
 import threading
@@ -11,7 +12,9 @@ import torch
 from tiny_models import tiny
 
 import fnllm
+from fnllm.ambient import set_aside
 from fnllm.distributed import agree
+from fnllm.engines import Engine
 from fnllm.machine import Machine, Unbuilt
 from fnllm_weights import Shard
 
@@ -54,6 +57,33 @@ def test_threads_that_share_params_get_what_each_gets_alone(live):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_streams_in_threads_come_on_though_each_prompt_takes_several_steps(monkeypatch):
+    params, found, steps = fresh(), {}, []
+    prompts = [list(range(1 + 12 * n, 13 + 12 * n)) for n in range(2)]
+    options = {**SMALL, "max_num_batched_tokens": 4}
+    wanted = [fnllm.generate(params, one, GREEDY, **options)[0].token_ids for one in prompts]
+    usual = Engine.launch
+
+    def launch(engine, state):
+        steps.append(threading.get_ident())
+        assert len(steps) < 400, "the threads write over each other's prompts"
+        launched = usual(engine, state)
+        time.sleep(0.001)  # the other thread takes the machine, where it may
+        return launched
+
+    def work(number):
+        chunks = fnllm.stream(params, [prompts[number]], GREEDY, **options)
+        found[number] = tuple(id for chunk in chunks for id in chunk.token_ids)
+
+    monkeypatch.setattr(Engine, "launch", launch)
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[number] for number in range(2)] == wanted
 
 
 def test_threads_that_begin_together_share_one_machine(monkeypatch):
@@ -186,6 +216,44 @@ def test_an_engine_built_in_a_mode_works_in_it_and_outside(mode, sampling):
     assert run(params, sampling) == wanted
     with MODES[mode]():
         assert run(params, BUSY) == run(params, BUSY)
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.inference_mode])
+def test_the_engines_gpu_is_the_current_one_while_it_works(mode, monkeypatch):
+    """Kernels, graphs and events go to the current GPU, whichever one the tensors are on."""
+    now = [0]
+
+    @contextlib.contextmanager
+    def device(wanted):
+        now.append(wanted.index)
+        yield
+        now.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    with mode():
+        for index in (1, 0):
+            with set_aside(torch.device("cuda", index)):
+                assert torch.cuda.current_device() == index and not torch.is_inference_mode_enabled()
+            assert now == [0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    "options", [{"compile": "none"}, {"compile": "graphs"}, {"numerics": "batch_invariant"}], ids=str
+)
+def test_params_on_another_gpu_than_the_current_one(options):
+    found = []
+    for device in ("cuda:0", "cuda:1"):
+        params = fnllm.load(device=device)
+        completions = fnllm.generate(params, PROMPTS, GREEDY, **SMALL, **options)
+        numerics = options.get("numerics", "default")
+        found.append(
+            ([one.token_ids for one in completions], fnllm.score(params, PROMPTS[:1], numerics=numerics)[0].cpu())
+        )
+        assert torch.cuda.current_device() == 0
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize("mode", ["inference", "autocast"])

@@ -1,5 +1,7 @@
 """The exchanges of fnllm.tensor_parallel: simulated ranks and counting; on gloo, tests/distributed checks them."""
 
+import sys
+
 import pytest
 import torch
 
@@ -69,6 +71,14 @@ def test_the_first_error_of_a_rank_is_raised_and_no_rank_waits():
 
     with pytest.raises(KeyError, match="rank 1"):
         simulate(3, fails_on_one)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_exit_or_a_failed_test_of_a_rank_is_raised_too(size):
+    with pytest.raises(SystemExit):
+        simulate(size, lambda tp: sys.exit(3))
+    with pytest.raises(pytest.fail.Exception):
+        simulate(size, lambda tp: pytest.fail("no exception to Python"))
 
 
 def test_ranks_that_disagree_are_an_error_not_a_wait():

@@ -1,6 +1,7 @@
 """What a swapped function holds: a change of it is noticed at the next call, and nothing else is taken for one."""
 
 import collections
+import dataclasses
 import enum
 import functools
 import types
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_models import tiny as small_model
 from torch import library, nn
 
 import fnllm
@@ -344,3 +346,44 @@ def test_nothing_of_torch_or_of_installed_packages_is_walked():
     assert [id(x) for x in held.leaves] == [id(mlp.__defaults__[0].weight), id(mlp.__defaults__[0].bias)]
     assert len(held.constants) < 40
     assert types.CodeType not in dict(held_by([F.silu, functools.wraps, pytest.importorskip]).constants)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plus:
+    """Serves as an edit, a logits_fn and a feed-forward; equality asks the tensor, hashing its identity."""
+
+    shift: torch.Tensor
+
+    def __call__(self, *args):
+        x = args[1] if len(args) == 3 else args[0]
+        return x + self.shift.to(x.dtype)
+
+
+def test_functions_that_compare_by_their_tensors_are_told_apart():
+    params = small_model(21)._replace(workspace={})
+    prompts, options = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]], {"block_size": 2, "num_blocks": 40}
+    greedy = fnllm.Sampling(temperature=0, max_tokens=5)
+    narrow, wide = ([Plus(k * torch.arange(float(width))) for k in (0, 1, -1)] for width in (24, 41))
+
+    def asked(kind, plus):
+        if kind == "layers":
+            return {"sampling": greedy, "layers": fnllm.Layers()._replace(mlp=plus)}
+        if kind == "edits":
+            return {"sampling": greedy, "edits": fnllm.Edit("layers.0.resid_post", plus)}
+        return {"sampling": dataclasses.replace(greedy, logits_fn=plus)}
+
+    for kind, functions in (("layers", narrow), ("edits", narrow), ("logits_fn", wide)):
+        for plus in functions * 2:
+            alone = fnllm.generate(params._replace(workspace={}), prompts, **asked(kind, plus), **options)
+            found = fnllm.generate(params, prompts, **asked(kind, plus), **options)
+            assert [one.token_ids for one in found] == [one.token_ids for one in alone], kind
+    edits = [[fnllm.Edit("layers.0.resid_post", plus)] for plus in narrow[:2]]
+    settings = [dataclasses.replace(greedy, logits_fn=plus) for plus in wide[:2]]
+    for _ in range(2):  # the second finds prefixes
+        for together in ({"sampling": greedy, "edits": edits}, {"sampling": settings}):
+            first, second = fnllm.generate(params, prompts, **together, **options)
+            assert first.token_ids != second.token_ids
+    engines = [fnllm.engine(params, layers=fnllm.Layers()._replace(mlp=plus), **options) for plus in narrow[:2]]
+    state, _ = fnllm.add(engines[0].init(), engines[0].request(prompts[0], greedy))
+    with pytest.raises(ValueError, match="belongs to an engine with other layers"):
+        engines[1].step(state)

@@ -1,5 +1,7 @@
 """`score`: values and gradients of transformers' autograd, per-example gradients, log-probabilities of prompts."""
 
+import math
+
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -7,6 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import fnllm
 from fnllm.completion import TokenLogprob
 from fnllm.rope import make_rope
+from fnllm.sampler import token_logprobs
 from fnllm.scoring import context, packed_batch, packed_logprobs
 
 NAMES = ("qwen3-tiny", "qwen2-window", "llama-tiny", "qwen3-moe-norm", "qwen3-untied-sharded")
@@ -193,6 +196,37 @@ def test_fault_77_logits_of_a_long_prompt_never_exist_at_once(tiny):
     ask = fnllm.Sampling(temperature=0, max_tokens=1, prompt_logprobs=1)
     fnllm.generate(params, [[5] * 2500], ask, layers=fnllm.Layers()._replace(lm_head=lm_head), num_blocks=200)
     assert largest <= 1024
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_logit_that_is_nan_makes_its_rows_nan_whichever_ids_are_asked_for(ranks):
+    logits = torch.randn(3, 10, generator=torch.Generator().manual_seed(0))
+    logits[1, 7] = torch.nan
+    logits[2, 9] = torch.nan  # behind the vocabulary
+    ids = torch.tensor([1, 2, 3])
+    expected = torch.log_softmax(logits[:, :9], -1).gather(1, ids[:, None])[:, 0]
+
+    def of_rank(tp, part):
+        return token_logprobs(part, ids, vocab_start=tp.rank * part.shape[1], vocab_limit=9, tp=tp)
+
+    parts = [part.clone().requires_grad_() for part in logits.chunk(ranks, 1)]
+    for found in fnllm.simulate(ranks, of_rank, parts).results:
+        assert found[1].isnan()
+        torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+def test_a_broken_row_of_the_head_shows_in_every_score(tiny):
+    """Its own id is in none of these texts: the other ids' numbers alone would look like log-probabilities."""
+    params = with_gradients(tiny)
+    with torch.no_grad():
+        params.tree["lm_head"][1] = torch.nan
+    (scores,) = fnllm.score(params, IDS[:1])
+    assert scores.isnan().all()
+    scores.sum().backward()
+    assert params.tree["layers"][0]["qkv"].grad.isnan().all()
+    ask = fnllm.Sampling(temperature=0, max_tokens=1, prompt_logprobs=1)
+    (out,) = fnllm.generate(params, IDS[:1], ask, num_blocks=64, block_size=4, errors="return")
+    assert all(math.isnan(one.logprob) and math.isnan(one.top[0][1]) for one in out.prompt_logprobs[1:])
 
 
 def test_float64_stays_float64(checkpoint):

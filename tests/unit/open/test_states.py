@@ -3,6 +3,7 @@
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from examples_of import example
@@ -133,6 +134,22 @@ def test_a_log_replays(tiny):
     assert fnllm.show(second) == pictures[0]
     with pytest.raises(ValueError, match="did you mean 'truncate'"):
         event("trunctate", 1)
+
+
+@pytest.mark.parametrize("kind", [list, iter, np.array, torch.tensor])
+def test_a_log_is_what_it_was_when_it_was_written(kind, tiny):
+    engine = fnllm.engine(tiny, **SMALL)
+    prompt, more, sites = kind(PROMPT), kind([4, 5]), ["logits"] if kind is list else iter(["logits"])
+    looking = fnllm.engine(tiny, capture="logits", **SMALL)
+    log = [fnllm.event("add", prompt, GREEDY), fnllm.event("step"), fnllm.event("append", 0, tokens=more)]
+    looked = [fnllm.event("add", PROMPT, GREEDY, capture=sites), fnllm.event("step")]
+    if kind is not iter:
+        prompt[0] = more[0] = 7
+    for _ in range(2):
+        state, results = fnllm.replay(engine, log)
+        known = [*PROMPT, int(results[1].events.tokens[0]), 4, 5]
+        assert fnllm.tokens(state, 0) == tuple(known)
+        assert set(fnllm.replay(looking, looked)[1][1].results.captured) == {"logits"}
 
 
 def test_samples_of_one_prompt_share_its_blocks_and_differ(tiny):

@@ -318,3 +318,14 @@ def test_request_copies_its_prompt(unchecked):
     request = Request(prompt, 4)
     prompt[0] = 9
     assert request.prompt == (1, 2, 3)
+
+
+def test_numbers_of_numpys_smallest_kind_count_as_what_they_are(unchecked):
+    config = SchedulerConfig(100, 4, 8, 64, 256)
+    request = Request(tuple(range(100)), np.int8(60), min_tokens=np.uint8(3), keep=True)
+    state, seq_id = scheduler.add(scheduler.init(config), request)
+    assert state.sequences[seq_id].limit == 160
+    cut = scheduler.truncate(state, seq_id, np.uint8(80))
+    assert scheduler.tokens(cut, seq_id) == tuple(range(80))
+    more = scheduler.append(cut, seq_id, [1], max_tokens=np.int8(60))
+    assert more.sequences[seq_id].limit == 141

@@ -34,6 +34,14 @@ def test_equal_values_have_equal_ones():
     assert -(2**63) <= fingerprint("x") < 2**63
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
+def test_a_tensor_counts_by_its_numbers_and_not_by_how_they_lie(dtype):
+    x = (torch.arange(12).reshape(3, 4) % 2).to(dtype)
+    assert fingerprint(x.T) == fingerprint(x.T.contiguous()) != fingerprint(x)
+    assert fingerprint(x) != fingerprint(torch.ones_like(x))
+    assert fingerprint(torch.ones(2, requires_grad=True)) == fingerprint(torch.ones(2))
+
+
 def test_another_process_finds_the_same():
     code = (
         "import fnllm; from fnllm.fingerprint import fingerprint as f; print(f([{'a', 'b'}, 'é', 1.5, fnllm.Layers()]))"
