@@ -98,9 +98,7 @@ def _cached_prefix(state: SchedulerState, sequence: Sequence, before: Entrant | 
     blocks, numbers, alike, parent = (), (), 0, root(sequence)
     if before is not None and before.cached:
         other, count = before.sequence, min(before.cached // state.config.block_size, most)
-        # By hash first, as in the prefix map: of what a key holds == may be no plain question.
-        same_root = root(other) in {parent}
-        if count and same_root and other.blocks[:count] == sequence.blocks[:count]:
+        if count and root(other) == parent and other.blocks[:count] == sequence.blocks[:count]:
             blocks, numbers, alike, parent = other.table[:count], other.numbers[:count], count, other.numbers[count - 1]
     entries, computing = match(state.pool, parent, sequence.blocks[alike:most])
     if entries:

@@ -115,6 +115,26 @@ def test_fault_10_kinds_of_key_do_not_meet():
     assert all(join.cached == 0 for join in scheduler.schedule(state)[1].joins if join.seq_id == seq_id)
 
 
+class Asking:
+    """A part of a key that cannot be compared, as a dataclass of tensors cannot."""
+
+    def __eq__(self, other):
+        raise RuntimeError("ambiguous")
+
+    def __hash__(self):
+        return id(self)
+
+
+def test_parts_of_keys_are_compared_by_hash_first():
+    state = scheduler.init(SchedulerConfig(200, 4, 4, 64, 64))
+    parts = [Asking() for _ in range(80)]  # more than a trie's root has branches
+    for part in parts * 2:
+        request = Request((1, 2, 3, 4, 5), 1, cache_key=scheduler.make_cache_key(part=part))
+        state, plan = scheduler.schedule(scheduler.add(state, request)[0])
+        state, _ = scheduler.commit(state, plan, np.array([7]))
+    assert state.counters.cached_tokens == 4 * len(parts)  # each found its own prefix, and no other's
+
+
 def test_fault_11_new_weights_do_not_meet_old_prefixes():
     engine, prompt = make(), [1, 2, 3, 4, 5, 6, 7, 8, 9]
     engine.add(prompt, 3, weights=0)
