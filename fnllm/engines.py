@@ -52,6 +52,7 @@ class Flight(NamedTuple):
 
     plan: Plan
     results: Readback
+    step: tuple[str, int]  # the machine and its clock then
     captured: tuple[CapturedRows, ...] = ()
 
 
@@ -233,8 +234,9 @@ class Engine:
             output = self.machine.execute(
                 self.params, self.variant, plan, lambda seq_id: job_of(planned, seq_id), tokens, self.report
             )
-        results = read_back(output, len(tokens))
-        return replace(state, scheduler=planned, clock=self.machine.clock), Flight(plan, results, owners)
+        flight = Flight(plan, read_back(output, len(tokens)), (self.machine.name, self.machine.clock), owners)
+        flights = (*state.flights, flight.step)
+        return replace(state, scheduler=planned, clock=self.machine.clock, flights=flights), flight
 
     def collect(self, state: State, flight: Flight) -> tuple[State, StepEvents]:
         """Wait for a launched step and take its tokens into the state.
@@ -247,8 +249,14 @@ class Engine:
                 f"flight must be what launch returns beside the state, found {kind_of(flight)}: launch gives None when "
                 "there is nothing to do, and then there is nothing to collect"
             )
+        if flight.step != next(iter(state.flights), None):
+            raise ValueError(
+                f"flight is not the next of the {len(state.flights)} that this state waits for: collect each once, in "
+                "the order of launches, with the state that its launch returned or one made from it"
+            )
         with self.machine.watch:
             ids = flight.results.wait()[: len(flight.plan.rows)].astype(np.int32)
+        state = replace(state, flights=state.flights[1:])
         if any_failed(ids, self.params.config.vocab_size):
             return self.collect_failed(state, flight, ids)
         planned, events = scheduler.commit(state.scheduler, flight.plan, ids)

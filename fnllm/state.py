@@ -18,7 +18,8 @@ from fnllm_weights import ModelConfig
 class State:
     """All requests of an engine and where their cache blocks lie; any state may be kept and continued later.
 
-    `clock` says up to which step of the machine the cache holds what this state expects of it.
+    `clock` says up to which step of the machine the cache holds what this state expects of it; `flights` are the steps
+    that were launched and not collected, oldest first, each as its machine's name and clock.
     """
 
     scheduler: SchedulerState
@@ -28,6 +29,7 @@ class State:
     machine: str = ""  # whose cache that is
     longest_shared: int | None = None  # a longer prompt shares no keys with others; None: any may
     by_length: bool = False  # beyond that, each length turns keys by angles of its own
+    flights: tuple[tuple[str, int], ...] = ()
 
     def __repr__(self) -> str:
         now = scheduler.metrics(self.scheduler)

@@ -293,11 +293,24 @@ def test_what_an_engine_is_asked_wrongly_is_named():
         fnllm.add(engine.init(), engine.request(range(41), SHORT))
     with pytest.raises(TypeError, match="max_num_seqs"):
         fnllm.engine(tiny(), max_num_seq=3)
-    with pytest.raises(ValueError, match="out of turn"):
-        state, _ = start(engine, PROMPTS)
-        state, flight = engine.launch(state)
-        state, _ = engine.collect(state, flight)
-        engine.collect(state, flight)
+
+
+def test_a_state_takes_the_results_of_its_own_steps_alone_each_once_and_in_their_order():
+    engine, elsewhere = (fnllm.engine(params, **SMALL) for params in (tiny(), tiny(seed=1)))
+    states = [start(one, [prompt])[0] for one, prompt in zip((engine, engine, elsewhere), PROMPTS, strict=False)]
+    launched = [one.launch(state) for one, state in zip((engine, engine, elsewhere), states, strict=True)]
+    (state, flight), *others = launched
+    for stranger in (states[0], *(other for other, _ in others)):  # all are at their first step
+        with pytest.raises(ValueError, match="flight is not the next of the [01] that this state waits for"):
+            engine.collect(stranger, flight)
+    state, flight = engine.launch(states[0])
+    later, second = engine.launch(state)
+    with pytest.raises(ValueError, match="not the next of the 2"):
+        engine.collect(later, second)
+    for waiting in (state, later):  # a state is a value: each of both may take it
+        done, _ = engine.collect(waiting, flight)
+        with pytest.raises(ValueError, match="not the next of the [01]"):
+            engine.collect(done, flight)
 
 
 @pytest.mark.parametrize("bad", [[41], [-1], [3, 2**40]])
