@@ -143,8 +143,6 @@ class StepRunner:
                 # A code object of its own, since torch.compile counts recompilations by it. Sizes are dynamic where
                 # `upload` marks them and nowhere else: torch would take those that differ from another model's for
                 # changing ones, since it knows them by the line of code.
-                if self.device.type == "cuda":
-                    start_compilers()
                 own = types.FunctionType(run.__code__.replace(), run.__globals__, "step", None, run.__closure__)
                 run = torch.compile(own, fullgraph=True, dynamic=False, options=inductor_options())
             self.compiled[kind] = run
@@ -215,22 +213,6 @@ def inductor_options() -> dict[str, Any]:
 
     avoided = [name for name in ("reorder_for_peak_memory", "triton.enable_pdl") if hasattr(inductor, name)]
     return {**dict.fromkeys(avoided, False), "post_grad_custom_post_pass": BeforeLowering()}
-
-
-def start_compilers() -> None:
-    """Start the processes in which Inductor compiles a GPU's kernels, if there are none, to stay as long as this one.
-
-    It would let them go once they have given no result for a minute. A job that comes just then, as it may while a
-    large model is compiled for the first time, forks new ones beside the threads of the old, and these may wait for a
-    lock for ever (pytorch's issues 176968 and 186136). The setting is read when they are started and is back behind it.
-    """
-    import torch._inductor.config as inductor
-
-    kept = {"quiesce_async_compile_pool": False} if hasattr(inductor, "quiesce_async_compile_pool") else {}
-    with inductor.patch(kept):
-        from torch._inductor.async_compile import AsyncCompile
-
-        AsyncCompile.warm_pool()
 
 
 def graphs_traced() -> int:
