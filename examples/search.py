@@ -1,4 +1,4 @@
-"""Best of n, beam search and a small tree search: short loops over states, whose sequences share cache blocks.
+"""Best of n, beam search and a small tree search: short loops over states whose sequences share cache blocks.
 
 python examples/search.py [folder or hub id] [prompt]
 """

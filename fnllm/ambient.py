@@ -1,4 +1,4 @@
-"""What surrounds the engine and is put aside while it works (effect: torch's modes, Python's collector)."""
+"""Setting aside torch modes and garbage collection while the engine works (effect)."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""What one step computes: the device's running rows, the inputs of a step, and the batch they make (pure)."""
+"""The inputs of one step: the running rows on the device, the step's own inputs, and the batch they make (pure)."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""The steps that a machine has built, and which of them are let go for others."""
+"""The steps that a machine has built, and which of them are dropped for others."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,7 @@
-"""Joining the other ranks (effect): what torchrun's environment says, made into a `TensorParallel` value.
+"""Joining the other ranks (effect): torchrun's environment, made into a `TensorParallel` value.
 
-Every rank runs the same script on the same inputs. `agree` checks that they do, once per call; `join` sees to it that a
-rank which fails ends at once and says why, so that the launcher can end the others.
+Every rank runs the same script on the same inputs. `agree` checks this once per call. `join` makes sure that a rank
+which fails ends at once and says why, so that the launcher can end the others.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Requests whose next token could not be drawn: which, and what is said of each (pure)."""
+"""Requests whose next token could not be drawn, and their errors (pure)."""
 
 from collections.abc import Collection
 

@@ -66,18 +66,26 @@ def generate(
     progress: bool | None = None,
     **options: Any,
 ) -> list[Completion]:
-    """Complete each prompt: text, token ids, or a chat; one prompt, or a list of them.
+    """Complete one prompt or a list of prompts; a prompt is text, a list of token ids, or a chat.
 
-    `sampling` is one for all or a list with one each (None: what the checkpoint recommends); with `n` > 1 a prompt's
-    samples follow one another in the result. `layers` swaps layer functions. `edits` (see `Edit`) change activations:
-    some for all prompts, or a list with a list (or None) for each. `capture` returns activations in
-    `Completion.captured`: sites or a `Capture` for all prompts, or a list with a `Capture` or None for each. `seed`
-    makes the whole call repeatable (requests with a seed of their own always are). Under torchrun every rank makes the
-    same call and gets the same completions; calls that differ are refused on all of them. `chat` are options of the
-    chat template. With errors="return" a request that is refused, or whose logits turn to NaN or leave nothing to draw,
-    has a completion that carries its error, and the others run. `options` are those of `EngineOptions`. Where the cache
-    holds all of them, requests with more tokens to make are begun first, so that the call ends sooner. Raises TypeError
-    or ValueError that names the argument, before anything runs, and FloatingPointError for logits of NaN.
+    - `sampling`: one `Sampling` for all prompts or a list with one per prompt. None uses the checkpoint's recommended
+      settings. With `n` > 1 a prompt's samples follow one another in the result.
+    - `layers`: swapped layer functions.
+    - `edits`: changes to activations (see `Edit`), either edits for all prompts or a list with a list (or None) per
+      prompt.
+    - `capture`: activations to return in `Completion.captured`, either sites or a `Capture` for all prompts, or a list
+      with a `Capture` (or None) per prompt.
+    - `seed`: makes the whole call repeatable. Requests whose `Sampling` has a seed are always repeatable.
+    - `chat`: options of the chat template.
+    - `errors`: with "return", a request that is refused, or that has no token to draw because of NaN or +inf logits or
+      because all are -inf, gets a completion with its error while the others run. With "raise" the error is raised.
+    - `progress`: show a progress line. None shows it on a terminal.
+    - `options`: those of `EngineOptions`.
+
+    Under torchrun every rank must make the same call and gets the same completions; calls that differ are refused on
+    all ranks. If the cache can hold all requests, those that may generate the most tokens start first, so that the call
+    ends sooner. Raises TypeError or ValueError that names the argument before anything runs. While it runs, raises
+    FloatingPointError for logits with NaN or +inf, and ValueError for logits that are all -inf.
     """
     done: dict[tuple[int, int], Completion] = {}
     call = Call(prompts, sampling, layers, edits, capture, seed, chat, errors, options)
@@ -102,10 +110,10 @@ def stream(
     errors: str = "raise",
     **options: Any,
 ) -> Iterator[Chunk]:
-    """As `generate`, but yields pieces as they come; a request's last chunk carries its completion.
+    """Like `generate`, but yields chunks as tokens are generated; a request's last chunk carries its completion.
 
-    The arguments are checked by the call itself, the first step waits for the first `next`. Stopping to iterate aborts
-    what still runs and leaves everything usable.
+    The call itself checks the arguments; the first step runs at the first `next`. If you stop iterating, the remaining
+    requests are aborted and the params stay usable.
     """
     call = Call(prompts, sampling, layers, edits, capture, seed, chat, errors, options)
     return serve(params, call, progress=False, live=True)

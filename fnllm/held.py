@@ -1,4 +1,4 @@
-"""What computed the cached keys, and whether it changed: parameters, and what functions hold beside them."""
+"""Whether the weights changed that computed the cached keys: parameters, and what functions hold besides them."""
 
 import collections
 import dataclasses

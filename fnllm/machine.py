@@ -130,8 +130,8 @@ class Machine:
         free = least(self.tp, self.device, lambda: memory_of(self.device)[0])
         if needed > free:
             raise ValueError(
-                f"capture would take up to {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free on {self.device}; "
-                "ask for fewer sites, positions or new tokens, or give a Capture per prompt"
+                f"capture would take up to {needed / 1e9:.2f} GB and only {free / 1e9:.2f} GB are free on "
+                f"{self.device}; ask for fewer sites, positions or new tokens, or give a Capture per prompt"
             )
         report(f"captured activations take at most {needed / 1e6:.1f} MB on {self.device}")
 

@@ -13,11 +13,11 @@ AFTER_ATTENTION = ("norm", "linear", "mlp", "moe", "activation")  # functions of
 
 
 def forward(tree: ParamTree, ctx: Context, tokens: Int[Tensor, " W"] | None = None) -> Float[Tensor, "W H"]:
-    """Hidden states after the final norm of these tokens of `ctx.batch`; None: of all.
+    """Hidden states after the final norm, for the tokens of `ctx.batch` at the indices `tokens` (None: all).
 
-    The residual stream is carried beside the sublayers' outputs, so that each addition meets the norm behind it in
-    one kernel. Collectives: one all-reduce in `embed`, one in `attention`, one in `mlp`. The last layer's feed-forward
-    runs for `tokens` alone, where nobody sees a difference beyond rounding.
+    The residual stream is passed along separately from the sublayers' outputs, so that each addition and the norm after
+    it are one kernel. Collectives: one all-reduce in `embed`, and per layer one in `attention` and one in `mlp`. The
+    last layer's feed-forward runs only for `tokens`, if that makes no difference beyond rounding.
     """
     layers, last = ctx.layers, len(tree["layers"]) - 1
     x = layers.embed(tree["embed"], ctx.batch.token_ids, ctx)

@@ -1,4 +1,4 @@
-"""Whether the parameters that a caller gives are what the layer functions will read, said before anything runs."""
+"""Checking a caller's parameters against what the layer functions will read, before anything runs."""
 
 import os
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Prompts in every form a caller may give, to token ids, each checked before anything runs."""
+"""Converting prompts of every form to token ids, each checked before anything runs."""
 
 import operator
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""One step of the engine as a pure function: batch, forward, head, sampling, and the rows moved on."""
+"""One step of the engine as a pure function: batch, forward, head, sampling, and the advanced rows."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

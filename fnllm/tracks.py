@@ -1,4 +1,4 @@
-"""What the loop remembers of each running request, and how a step's results become chunks and completions."""
+"""The loop's record of each running request, and how a step's results become chunks and completions."""
 
 from dataclasses import dataclass, field
 

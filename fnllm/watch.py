@@ -1,6 +1,6 @@
 """A time limit on waiting for the device (effect: a thread that may end the process).
 
-A captured step's collectives run on the device without the host, where no time limit of torch.distributed applies.
+Collectives of a captured step run on the device without the host, so torch.distributed's time limit does not apply.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What a caller asks of the scheduler, and the record it keeps of each sequence."""
+"""A caller's request, and the scheduler's record of each sequence."""
 
 import operator
 from collections.abc import Hashable
