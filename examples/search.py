@@ -83,7 +83,7 @@ def tree_search(
 
 
 def run(engine: Engine, state: fnllm.State, step=None) -> tuple[fnllm.State, dict[int, float]]:
-    """Step until nothing is left; also each sequence's sum of log-probabilities of what it drew (with `step`'s)."""
+    """Step until nothing is left; also each sequence's sum of log-probabilities of drawn tokens, with `step`'s."""
     totals: dict[int, float] = {}
     while True:
         if step is not None:

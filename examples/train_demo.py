@@ -140,7 +140,7 @@ def rate_at(progress: float, recipe: Recipe) -> float:
 def loss_functions(
     params: Params, recipe: Recipe, device: str, compiled: bool
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """`(tree, windows) -> loss` to train with (dropout) and to test with; in bfloat16 on a GPU, else in float32."""
+    """`(tree, windows) -> loss` for training (with dropout) and for testing; bfloat16 on a GPU, float32 on a CPU."""
     blank = torch.zeros(recipe.batch * recipe.context, dtype=torch.long, device=device)
     batch = packed_batch(blank, [recipe.context] * recipe.batch, make_rope(params.config, device))
     layers = Layers()._replace(attend=attend_windows)

@@ -218,11 +218,11 @@ def inductor_options() -> dict[str, Any]:
 
 
 def start_compilers() -> None:
-    """Start the processes in which Inductor compiles a GPU's kernels, if there are none, to stay as long as this one.
+    """Start the processes in which Inductor compiles a GPU's kernels, if there are none, and keep them running.
 
-    It would let them go once they have given no result for a minute. A job that comes just then, as it may while a
-    large model is compiled for the first time, forks new ones beside the threads of the old, and these may wait for a
-    lock for ever (pytorch's issues 176968 and 186136). The setting is read when they are started and is back behind it.
+    Inductor would end them after a minute without a result. A job that comes just then, as may happen while a large
+    model is compiled for the first time, forks new ones beside the threads of the old ones, and these may wait for a
+    lock without end (PyTorch issues 176968 and 186136). The setting is read at their start and restored afterwards.
     """
     import torch._inductor.config as inductor
 

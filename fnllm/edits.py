@@ -111,7 +111,7 @@ def tensor_of(name: str, x: Any) -> Tensor:
 
 
 def place(name: str, position: Any) -> Tensor:
-    """A position as a tensor. Raises TypeError or ValueError for what is no integer of at least 0."""
+    """A position as a tensor. Raises TypeError or ValueError unless it is an integer of at least 0."""
     try:
         number = operator.index(position)
     except TypeError:
@@ -195,10 +195,10 @@ def edits_of_each(edits: Any, count: int) -> list[tuple[Edit, ...]]:
 
 
 def with_own_values(each: Iterable[Sequence[Edit]]) -> list[tuple[Edit, ...]]:
-    """Each request's edits with copies of their values, one of each edit.
+    """Each request's edits with copies of their values, one copy per edit.
 
-    Cached prefixes are kept by content: a caller who writes to a tensor while a request that uses it waits or runs must
-    change neither what the request computes nor what is found under its key.
+    Cached prefixes are keyed by content: if a caller writes to a tensor while a request that uses it waits or runs,
+    neither what the request computes nor what is found under its key may change.
     """
     requests, copies = [tuple(edits) for edits in each], {}
     for edit in (edit for edits in requests for edit in edits):
@@ -214,10 +214,10 @@ def channel_of(edit: Edit) -> Channel:
 
 
 def channels_of(choices: Iterable[Sequence[Edit]]) -> tuple[Channel, ...]:
-    """Channels that have at each site every request's edits in its order, since in that they apply.
+    """Channels that contain, at each site, every request's edits in the order in which they apply.
 
-    The requests' own order decides nothing, so that steps are found again for another, but between functions of one
-    name at one site: what else tells these apart differs from rank to rank.
+    The order of the requests has no influence, so that steps are reused for another order, except among different
+    functions with the same name at one site: what else distinguishes them differs from rank to rank.
 
     >>> a, b = Edit("x", abs), Edit("x", max)
     >>> [c.apply.__name__ for c in channels_of([[b, a], [b], [a, b]])]
@@ -299,7 +299,7 @@ def check_function(where: str, function: Any) -> None:
 
 
 def kind_of(x: Any) -> str:
-    """A value for an error message; of what may be long its type alone."""
+    """A value for an error message, or only its type if the value may be long."""
     return repr(x) if isinstance(x, (str, int, float, type(None))) else type(x).__name__
 
 

@@ -12,7 +12,7 @@ PLAIN = (None, None, False, True)  # a product without bias, residual and gate, 
 
 
 def fuse_norms(graph: fx.Graph) -> None:
-    """Put `linear_add_rms_norm` in the place of each `add_rms_norm` that alone uses a plain `small_linear`.
+    """Replace each `add_rms_norm` that is the only user of a plain `small_linear` by `linear_add_rms_norm`.
 
     The graph is changed, as torch's passes do. It must be a functional one, so that a product may move to its norm.
     """

@@ -122,8 +122,8 @@ def stream(
 def serve(params: Params, call: Call, *, progress: bool | None, live: bool) -> Generator[Chunk, None, None]:
     """The loop behind `generate` and `stream`, with every argument checked before it is returned.
 
-    With `live`, chunks are wanted as their tokens come, by a caller who may use the machine between them; without it
-    the last of each request is, and the machine is nobody else's until then.
+    With `live`, chunks are yielded as their tokens come, and the caller may use the machine between them. Without it
+    only the last chunk of each request matters, and no other thread uses the machine until the end.
     """
     layers = check_model(params, call.layers)
     seed = None if call.seed is None else check_seed("seed", call.seed)
@@ -157,9 +157,9 @@ def wishes_of(params: Params, call: Call) -> list[Wish]:
 def hand_in(
     worker: Engine, wishes: Sequence[Wish], seed: int, errors: str, live: bool
 ) -> tuple[State, dict[int, Track], list[Chunk]]:
-    """The state with a request for each sample of each prompt, their tracks, and a chunk for each refused sample.
+    """Everything before the first token.
 
-    All that lies before the first token.
+    Returns the state with a request for each sample of each prompt, their tracks, and a chunk for each refused sample.
     """
     params, machine = worker.params, worker.machine
     idle = machine.idle  # read once: another thread may take it meanwhile
@@ -194,11 +194,11 @@ def hand_in(
 
 
 def longest_first(requests: Sequence[Request], config: SchedulerConfig) -> list[int]:
-    """The order in which requests are handed in where only the end of all of them counts.
+    """The order in which requests are added when only the time of the whole call counts.
 
-    A step makes one token of each sequence, so those that may make the most begin first: else they run on alone, in
-    steps that read all weights for a few tokens. If the cache does not hold all of them at their longest, the order is
-    the caller's, since many long ones side by side would push each other out of it.
+    A step makes one token of each sequence, so those that may make the most start first. Otherwise they would continue
+    by themselves at the end, in steps that read all weights for a few tokens. If the cache cannot hold all requests at
+    full length, the order is the caller's, since many long ones at once would preempt each other.
     """
     order = list(range(len(requests)))
     longest = [min(len(one.prompt) + one.max_tokens, length_limit(config)) for one in requests]
@@ -208,7 +208,7 @@ def longest_first(requests: Sequence[Request], config: SchedulerConfig) -> list[
 
 
 def bytes_captured(worker: Engine, one: Track) -> int:
-    """What the captured activations of a request take at most."""
+    """An upper bound on the bytes of a request's captured activations."""
     return capture_bytes(
         worker.params.config,
         one.capture,
@@ -219,7 +219,7 @@ def bytes_captured(worker: Engine, one: Track) -> int:
 
 
 def alone(machine: Machine, chunks: Generator[Chunk, None, None]) -> Generator[Chunk, None, None]:
-    """The same chunks from a machine that no other thread steps meanwhile, which would cost both their cache."""
+    """The same chunks, while no other thread may step on the machine, since both would lose cached blocks."""
     with machine.lock, full_collections_off(machine.graphs_traced):
         yield from chunks  # and closes them, if cut short, before the lock is given back
 
@@ -233,7 +233,7 @@ def run(
     errors: str,
     shown: bool,
 ) -> Generator[Chunk, None, None]:
-    """Step until every track has ended; however that ends, the state behind it serves the next call."""
+    """Step until every track has ended; the final state serves the next call, even after an error."""
     machine = worker.machine
     machine.rest_at(None)  # until it is known where this ends
     meter: Meter | None = None
@@ -275,9 +275,9 @@ def run(
 
 
 def agree_on_weights(worker: Engine) -> None:
-    """Let the weights count as changed on all ranks if they do on one, which may have written its shard alone.
+    """Treat the weights as changed on all ranks if they are on one, which may have written only its own shard.
 
-    Else that rank would compute a prefix that the others find, and their steps would not meet.
+    Otherwise that rank would compute a prefix that the others find cached, and their steps would not match.
     """
     machine = worker.machine
     if machine.tp.size == 1:
@@ -291,7 +291,7 @@ def agree_on_weights(worker: Engine) -> None:
 
 
 def settled(worker: Engine, state: State, flight: Flight | None) -> State | None:
-    """The state without its sequences, so that none is left for the next call; None where a step broke off half-way."""
+    """The state with all sequences removed, for the next call; None if a step failed half-way."""
     if flight is not None and flight.plan.step == state.scheduler.next_commit:
         try:
             state, _ = worker.collect(state, flight)
@@ -311,7 +311,7 @@ def score_prompts(
     edits: Sequence[Sequence[Edit]],
     machine: Machine,
 ) -> None:
-    """Give the tracks that ask for it their prompts' log-probabilities, by `score`, whatever the prefix cache holds."""
+    """Compute the prompts' log-probabilities by `score` for the tracks that ask for them, without the prefix cache."""
     asked = {one.index: one for one in tracks.values() if one.sampling.prompt_logprobs is not None}
     if not asked:
         return

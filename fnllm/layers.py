@@ -104,7 +104,7 @@ def turned_heads(
 
 
 def is_plain(ctx: Context) -> bool:
-    """Whether nobody looks between the QKV projection and attention's output."""
+    """Whether nothing between the QKV projection and attention's output is swapped, captured or edited."""
     if ctx.layers.attend is not attend or ctx.layers.norm is not norm:
         return False
     return ctx.taps.idle or not any(ctx.taps.wants(f"layers.{ctx.layer}.{name}") for name in ("q", "k", "v"))
@@ -126,7 +126,7 @@ def attend(
 
 
 def attend_fused(p: dict, qkv: Float[Tensor, "T QKV"], ctx: Context) -> Float[Tensor, "T N D"]:
-    """QK-norm, rope and the store, and attention over the paged cache: one kernel in a decode step, else two."""
+    """QK-norm, rope, store and attention over the paged cache: one kernel in a decode step, otherwise two."""
     batch, k_cache, v_cache = ctx.batch, ctx.cache.k[ctx.layer], ctx.cache.v[ctx.layer]
     heads = qkv, p.get("q_norm"), p.get("k_norm"), ctx.config.rms_norm_eps, batch.cos, batch.sin
     if ctx.backend != "triton" or batch.max_seqlen != 1:
@@ -176,7 +176,7 @@ def mlp(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "T H"]:
 
 
 def gated(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "T I"]:
-    """The activation of gate and up; one kernel may do both where both functions are the usual ones."""
+    """The activation of gate and up; in one kernel if neither `linear` nor `activation` is swapped."""
     if on_device(x, ctx) and ctx.layers.linear is linear and ctx.layers.activation is activation:
         bias = p.get("gate_up_bias")
         fixed = ctx.owns(p["gate_up"]) and (bias is None or ctx.owns(bias))  # the kernel fetches both early
@@ -240,9 +240,9 @@ def lm_head(p: Float[Tensor, "V H"], x: Float[Tensor, "B H"], ctx: Context) -> F
 
 
 def check_layers(layers: Any, config: ModelConfig) -> "Layers":
-    """The layers that a caller means, None being the usual ones.
+    """The layer functions to use; None stands for the defaults.
 
-    Raises TypeError that names what is no function, ValueError for a feed-forward that this model has nowhere.
+    Raises TypeError that names what is not a function, ValueError for a swapped feed-forward that no layer would use.
     """
     if layers is None:
         return Layers()

@@ -33,10 +33,10 @@ def check_numerics(numerics: str) -> None:
 
 
 def layers_for(layers: Layers, numerics: str, on_gpu: bool = False) -> Layers:
-    """The layers with the functions that the mode needs, wherever the caller has not swapped one.
+    """The layers with the functions that the mode needs, except where the caller has swapped one.
 
-    While generating `on_gpu` the usual functions run kernels that take each row alone, and stay; gradients and the CPU
-    need functions of their own.
+    In generation `on_gpu` the kernels of `norm`, `attend` and `activation` already compute each row independently, so
+    these stay; gradients and the CPU need other functions.
     """
     if numerics == "default":
         return layers

@@ -157,15 +157,14 @@ def check_sampling(sampling: Any, *, vocab_size: int, has_tokenizer: bool = True
 
 
 def check_seed(name: str, value: Any) -> int:
-    """A seed as a plain int; TypeError or ValueError that begins with `name` for what is none."""
+    """A seed as a plain int; TypeError or ValueError that begins with `name` for other values."""
     return _integer(name, value, low=0, high=MAX_SEED)
 
 
 def from_defaults(defaults: Iterable[tuple[str, Any]], **options: Any) -> Sampling:
     """The settings a checkpoint's generation_config recommends, with the caller's options over them.
 
-    `defaults` are (name, value) pairs; names that no option has are not for us and are left out, `do_sample` false
-    means greedy.
+    `defaults` are (name, value) pairs; names that are not options are ignored, and `do_sample` false means greedy.
     """
     found = dict(defaults)
     names = {field.name for field in dataclasses.fields(Sampling)}
@@ -208,7 +207,7 @@ def check_number(
     high: float | None = None,
     forbids: bool = False,  # -inf is one, too
 ) -> float:
-    """A number within its bounds as a plain float; TypeError or ValueError that begins with `name` for what is none."""
+    """A number within its bounds as a plain float; TypeError or ValueError that begins with `name` for other values."""
     try:
         number = None if _is_bool(value) or isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):

@@ -114,9 +114,9 @@ def truncate(state: State, seq_id: int, length: int) -> State:
 
 
 def with_own_angles(state: State, changed: SchedulerState, seq_id: int) -> SchedulerState:
-    """The changed state, in which a sequence has lost its keys if a prompt as long as its own now has others.
+    """The changed state, where the sequence's keys are dropped if a prompt of its new length has other angles.
 
-    Those it would get if it were preempted, and its tokens do not depend on that.
+    After a preemption it would get those angles, and its tokens must not depend on preemption.
     """
     before, after = (one.sequences[seq_id].prompt_len for one in (state.scheduler, changed))
     if turned_otherwise(min(before, after), max(before, after), state.longest_shared, state.by_length):
@@ -152,14 +152,14 @@ def show(state: State) -> str:
 
 
 def check_sequence(state: Any, seq_id: Any) -> None:
-    """Raise TypeError for what is no state, or can be no sequence's id."""
+    """Raise TypeError unless `state` is a State and `seq_id` an integer."""
     check_state(state)
     if not isinstance(seq_id, SupportsIndex) or isinstance(seq_id, bool):
         raise TypeError(f"seq_id must be an integer, as add and fork return it beside the state; found {seq_id!r}")
 
 
 def check_state(state: Any) -> None:
-    """Raise TypeError for what is no state, such as the pair that a function returned."""
+    """Raise TypeError unless `state` is a State, and not, say, the pair that a function returned."""
     if not isinstance(state, State):
         advice = ": it comes first in what add, fork and engine.step return" if isinstance(state, tuple) else ""
         raise TypeError(f"state must be a fnllm.State, found {type(state).__name__}{advice}")

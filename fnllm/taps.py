@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class Choice(NamedTuple):
-    """Who uses one channel, and with what: one entry per row (or per sequence of a batch)."""
+    """Which rows (or sequences of a batch) use one channel, and their values: one entry per row."""
 
     active: Bool[Tensor, " R"]
-    values: tuple[Tensor, ...]  # each [R, *shape]; of inactive rows any
+    values: tuple[Tensor, ...]  # each [R, *shape]; arbitrary for inactive rows
 
 
 class Taps(NamedTuple):
     """What to capture and edit in one forward pass.
 
-    `captured` is the one write-only collector of a forward pass: created for it, filled in it, and returned beside its
-    result. Nothing reads it while the pass runs.
+    `captured` is the one write-only collector of a forward pass: it is created for the pass, filled during it, and
+    returned with its result. Nothing reads it while the pass runs.
     """
 
     capture: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class Taps(NamedTuple):
 
     @property
     def idle(self) -> bool:
-        """Whether nobody looks anywhere; asked first, since a step that is traced pays for every line it runs."""
+        """Whether nothing is captured or edited; checked first, since tracing a step pays for every line it runs."""
         return not self.capture and not self.edits
 
     def wants(self, site: str) -> bool:

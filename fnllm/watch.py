@@ -43,7 +43,7 @@ class Watch:
 
 
 def watch(tp: TensorParallel, device: torch.device) -> AbstractContextManager:
-    """The limit for steps on `device`; none where nobody is waited for, or where the collectives have their own."""
+    """The limit for steps on `device`; none with a single rank, or where the collectives have their own."""
     if tp.size == 1 or device.type != "cuda":
         return nullcontext()
     return Watch(timeout().total_seconds(), tp.rank)

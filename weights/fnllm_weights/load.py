@@ -80,7 +80,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; ValueError that names the file when it is missing, broken or something else."""
+    """The JSON object in a file; ValueError that names the file when it is missing, broken or no object."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -142,7 +142,7 @@ def check_tree(
 
 
 def _check_nesting(params: Params) -> None:
-    """Raise ValueError for a tree that is no dict with a list of dicts in it, one for each layer."""
+    """Raise ValueError unless the tree is a dict that holds a list of dicts, one for each layer."""
     tree, count = params.tree, params.config.num_hidden_layers
     if not isinstance(tree, Mapping):
         raise ValueError(f"params.tree: expected a dict with embed, layers, norm, lm_head, found {type(tree).__name__}")
