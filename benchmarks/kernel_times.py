@@ -1,4 +1,4 @@
-"""Time of each kernel on this GPU beside the least time its bytes or its arithmetic need.
+"""Time of each kernel on this GPU, beside the lower bound from its bytes or its arithmetic.
 
     python benchmarks/kernel_times.py --out DIR [--only decode prefill small tilings]
 

@@ -1,7 +1,7 @@
 """Activation patching (Meng et al. 2022, Vig et al. 2020): which activations carry the difference between two prompts.
 
-The corrupted prompt is run with one activation of the clean one patched in, at every layer and position; the score is
-how much of the clean answer comes back. All patches of one layer are one call of `score`.
+The corrupted prompt is run with one activation of the clean run patched in, for every layer and position. The result is
+the share of the clean answer's log-probability that is recovered. All patches of one layer are one call of `score`.
 
     python examples/activation_patching.py [folder or hub id] [plot.png]
 """

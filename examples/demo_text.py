@@ -1,7 +1,7 @@
-"""Make the text and the tokenizer that `train_demo.py` trains the shipped model on.
+"""Make the demo model's text and tokenizer, for `train_demo.py`.
 
-The text is the King James Bible and the six novels of Jane Austen, all out of copyright, one chapter a document.
-Debian packages both, and this script asks the programs they bring for the text:
+The text is the King James Bible and the six novels of Jane Austen, all out of copyright, with one document per chapter.
+Both are Debian packages, and this script gets the text from their programs:
 
     apt-get install bible-kjv bible-kjv-text r-cran-janeaustenr
     python examples/demo_text.py data/          # writes data/text.txt and data/tokenizer.json

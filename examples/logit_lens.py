@@ -1,4 +1,4 @@
-"""Logit lens (nostalgebraist 2020): what the head would say after every layer, while the model writes.
+"""Logit lens (nostalgebraist 2020): what the head would predict after every layer, while the model generates.
 
 python examples/logit_lens.py [folder or hub id] [prompt] [plot.png]
 """

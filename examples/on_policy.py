@@ -1,8 +1,8 @@
 """Reinforcement learning on one set of weights: generate, score, step, generate again (REINFORCE with group baselines).
 
-The optimizer writes the very tensors that the engine reads: nothing is copied, and no cached prefix outlives an update.
-The task: continue a sentence with words that begin with s, no word twice. The reward is for a text, not for a token;
-nobody tells the model which words those are.
+The optimizer writes the same tensors that the engine reads: nothing is copied, and no cached prefix survives an update.
+The task: continue a sentence with words that begin with s, no word twice. The reward is for a whole text, not for a
+token; the model is not told which words those are.
 
     python examples/on_policy.py [folder or hub id] [plot.png]
 """

@@ -3,10 +3,10 @@
     pip install 'fnllm[ray]'
     python examples/ray_batch.py prompts.jsonl results/ --model Qwen/Qwen3-0.6B --workers 8 --max-tokens 256
 
-Each line of the input is {"id": ..., "prompt": text or token ids}. The rows are cut into parts; a part's results are
-written by the worker that made them, under a name that says which rows they are, whole or not at all. So the work may
-stop anywhere: a part that was lost with its worker is done again by another, and a second run does what is missing. No
-row is lost or done twice. With --tp N a worker is N processes, each with a GPU of its own if there are GPUs.
+Each line of the input is {"id": ..., "prompt": text or token ids}. The rows are split into parts. The worker that made
+a part's results writes them to a file that is named after the rows, completely or not at all. So the job may stop at
+any point: a part that was lost with its worker is done by another one, and a second run does only what is missing. No
+row is lost or written twice. With --tp N a worker is N processes, each with its own GPU if there are GPUs.
 """
 
 import argparse

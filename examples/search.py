@@ -1,4 +1,4 @@
-"""Best of n, beam search and a small tree search: short loops over states, whose sequences share cache blocks.
+"""Best of n, beam search and a small tree search: short loops over states whose sequences share cache blocks.
 
 python examples/search.py [folder or hub id] [prompt]
 """
@@ -83,7 +83,7 @@ def tree_search(
 
 
 def run(engine: Engine, state: fnllm.State, step=None) -> tuple[fnllm.State, dict[int, float]]:
-    """Step until nothing is left; also each sequence's sum of log-probabilities of what it drew (with `step`'s)."""
+    """Step until nothing is left; also each sequence's sum of log-probabilities of drawn tokens, with `step`'s."""
     totals: dict[int, float] = {}
     while True:
         if step is not None:

@@ -1,6 +1,6 @@
 """A steering vector from pairs of prompts (Turner et al. 2023; Rimsky et al. 2023), at several strengths in one batch.
 
-The vector is the mean difference between the residual streams of two kinds of text; added while generating, it pulls
+The vector is the difference between the mean residual streams of two kinds of text; added during generation, it moves
 the text towards the first kind. Here: scripture against novels, measured by words that only one of them uses.
 
     python examples/steering.py [folder or hub id] [plot.png]

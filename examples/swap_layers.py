@@ -1,5 +1,5 @@
-"""Six swapped layer functions. Each is a plain function handed to `generate`; paging, prefix cache, chunks and
-compiling stay as they are.
+"""Six swapped layer functions. Each is a plain function passed to `generate`; paging, prefix cache, chunked prefill and
+compilation work as usual.
 
     python examples/swap_layers.py [folder or hub id]
 """
@@ -94,7 +94,7 @@ def quantise(weight: Float[Tensor, "O I"]) -> Int8:
 
 
 def quantised(params: fnllm.Params) -> fnllm.Params:
-    """The same model with its projections in 8 bits; embedding, norms and head stay."""
+    """The same model with its projections in 8 bits; embedding, norms and head are unchanged."""
     names = ("qkv", "o", "gate_up", "down")
     layers = [{k: quantise(x) if k in names else x for k, x in p.items()} for p in params.tree["layers"]]
     return params._replace(tree={**params.tree, "layers": layers}, workspace={})

@@ -1,9 +1,9 @@
-"""Generate on several GPUs, each with a part of every layer: the same few lines as on one.
+"""Generate on several GPUs, each with a part of every layer: the same few lines as on one GPU.
 
     torchrun --nproc-per-node 2 examples/torchrun_generate.py [CHECKPOINT]
 
-Every rank runs this script. `load` takes the rank's share of the weights, and `generate` gives all ranks the same
-completions; calls that differ between ranks are refused. Without GPUs the ranks are processes that talk over gloo.
+Every rank runs this script. `load` loads the rank's shard of the weights, and `generate` returns the same completions
+on all ranks; calls that differ between ranks are refused. Without GPUs the ranks are processes connected by gloo.
 """
 
 import sys

@@ -1,8 +1,8 @@
 """A forward pass on two tensor-parallel ranks, shape by shape, in one process: no GPU, no second process.
 
 The toy model: vocabulary V = 32, hidden size H = 8, 4 query heads and 2 KV heads of D = 2, MLP width I = 16, one layer,
-on TP = 2 ranks; the batch is three prompts of together T = 5 tokens. Each rank holds 16 vocabulary rows, 2 query heads,
-1 KV head and 8 of the MLP's features.
+on TP = 2 ranks. The batch is three prompts with T = 5 tokens in total. Each rank holds 16 vocabulary rows, 2 query
+heads, 1 KV head and 8 of the MLP's features.
 
     python examples/toy_tensor_parallel.py
 """

@@ -1,12 +1,12 @@
 """Train the small model that fnllm ships (fnllm/demo) with fnllm's own forward pass.
 
-The functions that serve also train: a parameter tree goes in, gradients come out. Training swaps four of the
-layer functions: `attend` for one over equal windows, and `embed`, `attention` and `mlp` for themselves with dropout.
+The layer functions of generation also train: a parameter tree goes in, gradients come out. Training swaps four of them:
+`attend` for one over windows of equal length, and `embed`, `attention` and `mlp` for the same functions with dropout.
 
     python examples/demo_text.py data/                         # or any folder with a text.txt and a tokenizer.json
     python examples/train_demo.py data/ demo/ --minutes 4      # minutes on a GPU, hours on a CPU
 
-`demo/` becomes a checkpoint folder, with losses.json beside the weights: nats per token, trained and held out.
+`demo/` becomes a checkpoint folder, with losses.json beside the weights: nats per token, on training and held-out text.
 """
 
 import argparse
@@ -140,7 +140,7 @@ def rate_at(progress: float, recipe: Recipe) -> float:
 def loss_functions(
     params: Params, recipe: Recipe, device: str, compiled: bool
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """`(tree, windows) -> loss` to train with (dropout) and to test with; in bfloat16 on a GPU, else in float32."""
+    """`(tree, windows) -> loss` for training (with dropout) and for testing; bfloat16 on a GPU, float32 on a CPU."""
     blank = torch.zeros(recipe.batch * recipe.context, dtype=torch.long, device=device)
     batch = packed_batch(blank, [recipe.context] * recipe.batch, make_rope(params.config, device))
     layers = Layers()._replace(attend=attend_windows)
@@ -213,10 +213,10 @@ def train(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path, help="folder with text.txt (form feeds part documents) and tokenizer.json")
+    parser.add_argument("data", type=Path, help="folder with text.txt (form feeds between documents), tokenizer.json")
     parser.add_argument("out", type=Path, help="checkpoint folder to write")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--eager", action="store_true", help="do without torch.compile")
+    parser.add_argument("--eager", action="store_true", help="run without torch.compile")
     for name, default in Recipe._field_defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     args = parser.parse_args()

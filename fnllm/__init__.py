@@ -1,4 +1,4 @@
-"""fnllm: an LLM inference engine made of pure functions over parameter pytrees.
+"""fnllm: an LLM inference engine of pure functions over parameter pytrees.
 
 Names are loaded at first use, so that `fnllm --help` and light imports do not wait for torch.
 """

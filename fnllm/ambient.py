@@ -1,4 +1,4 @@
-"""What surrounds the engine and is put aside while it works (effect: torch's modes, Python's collector)."""
+"""Setting aside torch modes and garbage collection while the engine works (effect)."""
 
 import contextlib
 import gc
@@ -37,7 +37,7 @@ def at_device(device: torch.device) -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def full_collections_off(graphs_traced: Callable[[], int]) -> Iterator[None]:
-    """Within it Python's collector looks through young objects alone, in all threads of the process.
+    """Within it Python's garbage collector searches young objects only, in all threads of the process.
 
     What compiling leaves alive, some 600,000 objects, takes it half a second to look through, and a GPU waits for the
     next step as long. Steps leave no reference cycles. Those that a caller's functions or threads leave may hold

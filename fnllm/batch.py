@@ -1,4 +1,4 @@
-"""What one step computes: the device's running rows, the inputs of a step, and the batch they make (pure)."""
+"""The inputs of one step: the running rows on the device, the step's own inputs, and the batch they make (pure)."""
 
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ class Rows(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """What the host sends for a step. In a decode step (`token_ids` None) an entry is one token, read from its row."""
+    """The host's inputs of a step. In a decode step (`token_ids` None) an entry is one token, read from its row."""
 
     row: Int[Tensor, " B"]  # R - 1 is padding
     accept: Bool[Tensor, " B"]  # the sampled token becomes the row's last token
@@ -39,21 +39,24 @@ class StepInputs(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """All that a forward pass reads besides the parameters and the cache."""
+    """Everything that a forward pass reads besides the parameters and the cache.
+
+    Axes: T tokens of this step, B sequences, M blocks per sequence, half_D half the head dim.
+    """
 
     token_ids: Int[Tensor, " T"]
-    positions: Int[Tensor, " T"]
+    positions: Int[Tensor, " T"]  # of each token in its sequence, from 0
     entry: Int[Tensor, " T"]  # which sequence of the batch a token belongs to
-    slots: Int[Tensor, " T"] | None  # cache slot that a token's key and value go to; -1: none
-    cu_seqlens: Int[Tensor, " B_plus_1"]
-    context_lens: Int[Tensor, " B"]  # keys that a sequence's last query sees
-    block_tables: Int[Tensor, "B M"] | None
-    cos: Float[Tensor, "T half_D"]
+    slots: Int[Tensor, " T"] | None  # cache slot of each token's key and value: block * block size + offset; -1: none
+    cu_seqlens: Int[Tensor, " B_plus_1"]  # tokens [cu_seqlens[b], cu_seqlens[b + 1]) are those of sequence b
+    context_lens: Int[Tensor, " B"]  # keys of each sequence, those of this step included
+    block_tables: Int[Tensor, "B M"] | None  # the cache blocks of each sequence, in order
+    cos: Float[Tensor, "T half_D"]  # of the rotary angles
     sin: Float[Tensor, "T half_D"]
-    max_seqlen: int  # no sequence has more queries
+    max_seqlen: int  # bound on the tokens of each sequence in this step
 
     def take(self, index: Int[Tensor, " C"]) -> "Batch":
-        """The batch with some of its tokens, for functions that work token by token: what the head sees."""
+        """The batch with some of its tokens, for functions that treat tokens independently, such as the head."""
         names = ("token_ids", "positions", "entry", "cos", "sin")
         return self._replace(**{name: getattr(self, name)[index] for name in names})
 

@@ -14,7 +14,7 @@ from fnllm.sampling import Sampling
 
 
 class Speed(NamedTuple):
-    """One batch size: seconds until every first token, and tokens per second of prompts and of what follows."""
+    """Results for one batch size: seconds until all first tokens, and tokens per second in prefill and decode."""
 
     batch: int
     first_token_s: float
@@ -27,11 +27,11 @@ def main(argv: Sequence[str]) -> int:
     from fnllm.cli import Parser  # which runs this
 
     parser = Parser(prog="fnllm bench", description="Prefill and decode speed on this machine.")
-    parser.add_argument("--model", help="folder or hub id; the embedded model when left out")
+    parser.add_argument("--model", help="folder or hub id; default: the small demo model")
     parser.add_argument("--batch", type=counts, default="1,8", help="batch sizes, comma-separated")
     parser.add_argument("--prompt-tokens", type=count, default=128)
     parser.add_argument("--new-tokens", type=count, default=64)
-    parser.add_argument("--repeats", type=count, default=3, help="the median of so many runs counts")
+    parser.add_argument("--repeats", type=count, default=3, help="runs to take the median of")
     parser.add_argument("--dtype")
     parser.add_argument("--device")
     parser.add_argument("--compile", help="none, graphs, inductor or reduce-overhead")

@@ -1,8 +1,8 @@
 """The sizes that steps are padded to (pure): few, so that each is compiled and captured once.
 
 On a CPU nothing is padded. On a GPU a decode step has a bucket for its number of entries. A step with prefill has one
-for its tokens, and a smaller number of entries if it holds few sequences. Steps that a bucket would pad by much run
-without a graph: the work on padding would take longer than the host does to start the kernels.
+for its tokens, and fewer entries if it holds few sequences. Steps that would need much padding run without a graph:
+computing the padding would take longer than the host takes to launch the kernels.
 """
 
 import bisect

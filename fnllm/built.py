@@ -1,4 +1,4 @@
-"""The steps that a machine has built, and which of them are let go for others."""
+"""The steps that a machine has built, and which of them are dropped for others."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,11 +39,11 @@ class Built:
         return self.runners[spec]
 
     def make_room(self, spec: StepSpec, plain: Callable[[], StepSpec]) -> bool:
-        """Before a caller's functions get steps of their own, let go of those used longest ago, if there are many.
+        """Before a caller's functions get their own steps, drop the least recently used ones if there are many.
 
-        A function made anew for each call, such as a lambda in a loop, would else fill the memory with graphs. Steps
-        with the functions of the `plain` spec stay. Rows for the values of edits go with the last step that reads them,
-        unless sequences that run have theirs there. Returns whether any were let go.
+        Otherwise a function that is defined anew for each call, such as a lambda in a loop, would fill the memory with
+        graphs. Steps with the functions of the `plain` spec stay. Rows for the values of edits are dropped with the
+        last step that reads them, unless running sequences have values there. Returns whether any were dropped.
         """
         if len(self.runners) < MOST_CHANGED:
             return False

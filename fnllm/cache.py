@@ -1,7 +1,7 @@
 """The paged KV cache: a pool of fixed-size blocks for each layer, and how many of them fit in memory.
 
-Only ops that say so in `mutates_args` write into it (`fnllm::store_kv`, those that store what they norm and rotate, and
-`fnllm::copy_blocks`), and `zero_broken_blocks`.
+It is written only by ops that declare it in `mutates_args` (`fnllm::store_kv`, those that norm, rotate and store, and
+`fnllm::copy_blocks`), and by `zero_broken_blocks`.
 """
 
 from collections.abc import Callable

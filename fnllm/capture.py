@@ -1,4 +1,4 @@
-"""What to capture of a request: sites and positions, and the memory that takes, all known beforehand (pure)."""
+"""Which activations of a request to capture: sites, positions and the memory they need, known beforehand (pure)."""
 
 import math
 import operator
@@ -21,11 +21,12 @@ POSITIONS = ("all", "prompt", "output", "last")
 
 @dataclass(frozen=True)
 class Capture:
-    """Activations to return of a request: at `sites`, of the tokens at `positions`.
+    """Activations of a request to return: at `sites`, for the tokens at `positions`.
 
-    A site may hold `*` for every layer. Positions: "all", "prompt", "output" (new tokens, as they are read), "last"
-    (the prompt's last token, which decides the first new one), or numbers, negative ones from the prompt's end. The
-    last new token is never read, so it has no activations. Raises ValueError or TypeError for other positions.
+    A site may contain `*` for every layer. Positions are "all", "prompt", "output" (the new tokens), "last" (the
+    prompt's last token, whose logits give the first new token), or integers; negative ones count from the end of the
+    prompt. The last new token is never fed to the model, so it has no activations. Raises TypeError or ValueError for
+    other sites or positions.
     """
 
     sites: Any  # one name or several; stored as a tuple
@@ -162,7 +163,11 @@ def site_shape(config: ModelConfig, site: str) -> tuple[int, ...]:
 def capture_bytes(
     config: ModelConfig, capture: Any, *, prompt_tokens: int, new_tokens: int = 0, dtype: torch.dtype = torch.float32
 ) -> int:
-    """Bytes that a request's captured activations take at most, on the model's device."""
+    """An upper bound, in bytes on the model's device, for the captured activations of one request.
+
+    It is exact for a request that generates all `new_tokens`. `capture` is as in `generate` for one prompt; `dtype` is
+    the model's. Raises ValueError for a site that the model does not have.
+    """
     found = expand(config, as_capture(capture))
     read = prompt_tokens + max(0, new_tokens - 1)
     width = sum(math.prod(site_shape(config, site)) for site in found.sites)

@@ -9,13 +9,13 @@ from typing import Any
 
 Messages = tuple[Mapping[str, Any], ...]
 
-HELP = "/clear forgets the chat, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
+HELP = "/clear starts a new chat, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
 
 
 NO_TEMPLATE = (
     "this model has no chat template, so it cannot chat (the demo model, which runs without --model, only continues "
-    "text: fnllm generate). Name one that can: --model smollm2/, which pip install gguf and then "
-    "python examples/make_smollm2.py smollm2/ make, or a hub id such as --model Qwen/Qwen3-0.6B"
+    "text: fnllm generate). Choose another: --model smollm2/, made by pip install gguf and then "
+    "python examples/make_smollm2.py smollm2/, or a hub id such as --model Qwen/Qwen3-0.6B"
 )
 
 

@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     add_model_options(generate)
     add_sampling_options(generate)
 
-    chat = commands.add_parser("chat", help="talk with a model; /exit leaves, /clear forgets, Ctrl-C stops an answer")
+    chat = commands.add_parser("chat", help="talk with a model; /exit leaves, /clear restarts, Ctrl-C stops an answer")
     chat.add_argument("--system", help="a system message")
     chat.add_argument("--no-think", action="store_true", help="ask a thinking model to answer at once")
     add_model_options(chat)
@@ -57,24 +57,26 @@ def parser() -> argparse.ArgumentParser:
     # Its options are its own: main() hands everything after the name over.
     commands.add_parser("bench", help="measure speed", add_help=False)
 
-    info = commands.add_parser("info", help="say what a checkpoint holds, without loading it")
+    info = commands.add_parser("info", help="describe a checkpoint without loading it")
     info.add_argument("path", nargs="?", help="a checkpoint folder or hub id; default: the small demo model")
     return top
 
 
 def add_model_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", metavar="PATH", help="checkpoint folder or hub id; default: the small demo model")
-    command.add_argument("--dtype", help="float32, bfloat16, ...; default: the checkpoint's on a GPU, else float32")
+    command.add_argument("--dtype", help="float32, bfloat16, ...; default: the checkpoint's on a GPU, float32 on a CPU")
     command.add_argument("--device", help="cpu, cuda, cuda:1, ...; default: a GPU if there is one")
-    command.add_argument("--compile", metavar="MODE", help="none, or how to compile the step (see EngineOptions)")
-    command.add_argument("--max-model-len", type=int, metavar="N", help="longest sequence, prompt and answer")
+    command.add_argument("--compile", metavar="MODE", help="none, graphs, inductor or reduce-overhead")
+    command.add_argument("--max-model-len", type=int, metavar="N", help="most tokens of prompt and answer together")
 
 
 def add_sampling_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--max-tokens", type=int, metavar="N", help="new tokens at most")
+    command.add_argument("--max-tokens", type=int, metavar="N", help="most new tokens")
     command.add_argument("--temperature", type=float, metavar="T", help="0 always takes the most likely token")
     command.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
-    command.add_argument("--top-p", type=float, metavar="P", help="sample from the most likely tokens that sum to P")
+    command.add_argument(
+        "--top-p", type=float, metavar="P", help="sample from the most likely tokens with total probability P"
+    )
     command.add_argument("--min-p", type=float, metavar="P", help="drop tokens less likely than P times the best")
     command.add_argument("--repetition-penalty", type=float, metavar="R", help="above 1 discourages repetition")
     command.add_argument("--seed", type=int, help="makes sampling repeatable")
@@ -83,7 +85,7 @@ def add_sampling_options(command: argparse.ArgumentParser) -> None:
         action="append",
         metavar="TEXT",
         type=unescaped,
-        help=r"end before this text, which may have \n and \t in it; may be given several times",
+        help=r"end before this text, where \n and \t stand for newline and tab; may be given several times",
     )
 
 

@@ -1,11 +1,11 @@
-"""What a request gives back: a finished completion, or the chunks of a running one."""
+"""The results of a request: a finished completion, or the chunks of a running one."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 
 class TokenLogprob(NamedTuple):
-    """Natural log of one token's probability, and the most likely alternatives at its place."""
+    """The natural log of one token's probability, and the most likely alternatives at its position."""
 
     id: int
     logprob: float
@@ -13,7 +13,7 @@ class TokenLogprob(NamedTuple):
 
 
 class Timings(NamedTuple):
-    """Seconds of one request, each counted from the moment it was added; None for what did not happen."""
+    """Seconds from the moment that a request was added; None for what did not happen."""
 
     queued: float = 0.0  # until its first token was scheduled
     first_token: float | None = None  # until its first new token was known
@@ -25,8 +25,8 @@ class Completion:
     """The result of one request.
 
     `token_ids` holds every new token up to and including the one that ended the request: an eos or stop id, or the
-    token that completed a stop string. `text` is cut before the stop string or stop token, unless the request asked
-    with `include_stop` to keep it; special tokens do not show in it.
+    token that completed a stop string. `text` ends before the stop string or stop token, unless `include_stop` was set.
+    Special tokens do not appear in it.
     """
 
     text: str = ""
@@ -34,11 +34,11 @@ class Completion:
     finish_reason: str = "stop"  # "stop", "length", "abort" or "error"
     stop_reason: int | str | None = None  # the token id or the string that stopped it
     logprobs: tuple[TokenLogprob, ...] | None = None  # one per new token
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # None for the first, which nothing precedes
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # the first is None: nothing precedes it
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens whose keys and values were found in the prefix cache
     timings: Timings = Timings()
-    captured: dict[str, Any] = field(default_factory=dict)  # site -> Float[Tensor, "tokens width"]
+    captured: dict[str, Any] = field(default_factory=dict)  # site -> Float[Tensor, "tokens *width"]
     captured_at: tuple[int, ...] = ()  # positions of those tokens in prompt and output
     error: Exception | None = None  # set when finish_reason is "error"
 
@@ -59,7 +59,7 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A piece of a running request: joined over a request, the texts are the completion's text, and so the ids."""
+    """A piece of a running request; concatenated, the texts and ids of its chunks are those of the completion."""
 
     index: int  # which prompt of the call
     sample: int = 0  # which of its n samples

@@ -1,4 +1,4 @@
-"""The context that every layer function receives: explicit, immutable, and the whole of what it may read."""
+"""The context that every layer function receives: immutable, and everything that it may read."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 
 
 class Context(NamedTuple):
-    """Everything besides its parameters and its input that a layer function may look at."""
+    """Everything that a layer function may read besides its parameters and its input."""
 
     config: ModelConfig
     sizes: LocalSizes  # this rank's heads and widths
     tp: TensorParallel
     layers: "Layers"  # the functions in use, so that a swapped one can call the others
     batch: Batch
-    cache: KVCache | None  # None: score without a cache, every sequence whole
+    cache: KVCache | None  # None in `score`, where the batch holds whole sequences
     backend: str  # of paged attention
-    max_context: int  # no sequence of the batch has more keys; 0: as many as the block tables hold
-    # of the attention backend, by sliding window, made once a step for `max_context`: attention takes both or neither
+    max_context: int  # bound on the keys of each sequence in the batch; 0: as many as the block tables hold
+    # the attention backend's plan for `max_context`, by sliding window, made once per step: pass on both or neither
     metadata: dict[int, Tensor | ReferencePlan | None] | None
     taps: Taps
-    layer: int = -1  # index of the decoder layer; -1 outside
+    layer: int = -1  # index of the decoder layer; -1 outside of the layers
     own: tuple[Tensor, ...] = ()  # parameters of this layer, or of the head, which no kernel of the step writes
 
     def tap(self, name: str, x: Tensor) -> Tensor:
-        """Let taps see, and edit, an activation: `name` is the last part of a site such as `layers.3.resid_mid`."""
+        """Capture or edit an activation: `name` is the last part of a site such as `layers.3.resid_mid`."""
         site = name if self.layer < 0 else f"layers.{self.layer}.{name}"
         return self.taps(site, x, self)
 

@@ -1,4 +1,4 @@
-"""A decoder layer for one token in five dependent kernels, used where nobody looks inside it.
+"""A decoder layer for one token in five dependent kernels, used where nothing inside it is swapped or tapped.
 
 The residual stream is one tensor here: the norms are prologues of the products behind them, the additions epilogues of
 those before them. Every kernel fetches weights while the one before it still runs. The mathematics is that of

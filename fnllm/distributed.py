@@ -1,7 +1,7 @@
-"""Joining the other ranks (effect): what torchrun's environment says, made into a `TensorParallel` value.
+"""Joining the other ranks (effect): torchrun's environment, made into a `TensorParallel` value.
 
-Every rank runs the same script on the same inputs. `agree` checks that they do, once per call; `join` sees to it that a
-rank which fails ends at once and says why, so that the launcher can end the others.
+Every rank runs the same script on the same inputs. `agree` checks this once per call. `join` makes sure that a rank
+which fails ends at once and says why, so that the launcher can end the others.
 """
 
 import importlib
@@ -95,9 +95,9 @@ def end_rank(kind: type[BaseException], error: BaseException, trace: TracebackTy
 
 
 def local_device(device: str | torch.device | None) -> torch.device:
-    """The device of this rank: as asked for, else its own GPU, else the CPU.
+    """The device of this rank: `device` if given, otherwise its own GPU, or the CPU if there are no GPUs.
 
-    Raises ValueError for what is no device, and when the machine has fewer GPUs than ranks.
+    Raises ValueError for an unknown device, and when the machine has fewer GPUs than ranks.
     """
     try:
         wanted = torch.device("cuda" if device is None and torch.cuda.is_available() else device or "cpu")

@@ -1,6 +1,6 @@
 """Edits: pure functions applied to activations at named sites, chosen per request; steering, ablation, patching.
 
-What is compiled is a `Channel` (site, function, shapes); a request's values are rows of tensors that the step reads.
+A `Channel` (site, function, shapes) is compiled into the step; a request's values are rows of tensors that it reads.
 """
 
 import numbers
@@ -17,11 +17,12 @@ from fnllm.ambient import in_torch_func
 
 @dataclass(frozen=True, eq=False)
 class Edit:
-    """Applies `apply(x, ctx, *values) -> y` to an activation `x` [tokens, ...] at a site, y with x's shape and dtype.
+    """Applies `apply(x, ctx, *values) -> y` to an activation `x` [tokens, ...] at a site; y has x's shape and dtype.
 
-    `values` are tensors of any shape, the request's own: `apply` gets each with a leading axis of tokens, so that row t
-    belongs to the request of token t (`ctx.batch.positions[t]` is its place there). Equal functions with equal shapes
-    share one compiled step whatever the values, so name the function once rather than write a lambda for each call.
+    `values` are tensors of any shape that belong to the request. `apply` gets each with a leading axis of tokens, where
+    row t belongs to the request of token t; `ctx.batch.positions[t]` is the position of that token in its sequence.
+    Edits with the same function and equal shapes share one compiled step whatever their values, so define the function
+    once instead of writing a lambda in each call. Raises TypeError or ValueError for other sites, functions or values.
     """
 
     site: str
@@ -60,7 +61,8 @@ class Channel(NamedTuple):
 def steer(site: str, vector: Any, scale: float = 1.0, *, start: int = 0) -> Edit:
     """Add `scale * vector` at every token from position `start` on (Turner et al. 2023, activation addition).
 
-    The vector is a tensor, or what `torch.as_tensor` takes.
+    `vector` has the shape of one token's activation at the site, such as [hidden_size]: a tensor, or anything that
+    `torch.as_tensor` takes. Raises TypeError or ValueError that names the argument.
     """
     if not isinstance(scale, (numbers.Real, Tensor)):
         raise TypeError(f"scale must be a number, found {kind_of(scale)}")
@@ -68,21 +70,29 @@ def steer(site: str, vector: Any, scale: float = 1.0, *, start: int = 0) -> Edit
 
 
 def ablate(site: str, direction: Any) -> Edit:
-    """Remove the component along `direction` at every token (Arditi et al. 2024, directional ablation)."""
+    """Remove the component along `direction` at every token (Arditi et al. 2024, directional ablation).
+
+    With the unit vector d along `direction`, an activation x becomes x - (x . d) d. `direction` has the shape of one
+    token's activation at the site. Raises ValueError if its length is 0, infinite or NaN.
+    """
     direction = tensor_of("direction", direction)
     length = direction.to(torch.promote_types(direction.dtype, torch.float32)).norm()
     # Under torch.func it may stand for many lengths, of which none can be looked at.
     if not in_torch_func() and (not length > 0 or length == torch.inf):
-        raise ValueError(f"direction has the length {float(length)}; it must be above 0 and finite to be a direction")
+        raise ValueError(f"direction has the length {float(length)}; its length must be above 0 and finite")
     return Edit(site, remove_direction, direction / length.to(direction.dtype))
 
 
 def patch(site: str, rows: Any, position: int) -> Edit:
-    """Replace the activations at positions `position`, `position + 1`, ... by `rows` [n, *width] from another run."""
+    """Replace the activations at positions `position` to `position + n - 1` by `rows` [n, *width] from another run.
+
+    `width` is the shape of one token's activation at the site. Raises TypeError or ValueError that names the argument.
+    """
     rows = tensor_of("rows", rows)
     if rows.dim() < 2 or len(rows) == 0:
         raise ValueError(
-            f"rows must be activations [n, *width], one at least; found {tuple(rows.shape)}; one alone is rows[None]"
+            f"rows must be at least one row of activations, [n, *width]; found shape {tuple(rows.shape)}; pass a "
+            "single row as rows[None]"
         )
     return Edit(site, replace_rows, (rows, place("position", position)))
 
@@ -101,7 +111,7 @@ def tensor_of(name: str, x: Any) -> Tensor:
 
 
 def place(name: str, position: Any) -> Tensor:
-    """A position as a tensor. Raises TypeError or ValueError for what is no integer of at least 0."""
+    """A position as a tensor. Raises TypeError or ValueError unless it is an integer of at least 0."""
     try:
         number = operator.index(position)
     except TypeError:
@@ -185,10 +195,10 @@ def edits_of_each(edits: Any, count: int) -> list[tuple[Edit, ...]]:
 
 
 def with_own_values(each: Iterable[Sequence[Edit]]) -> list[tuple[Edit, ...]]:
-    """Each request's edits with copies of their values, one of each edit.
+    """Each request's edits with copies of their values, one copy per edit.
 
-    Cached prefixes are kept by content: a caller who writes to a tensor while a request that uses it waits or runs must
-    change neither what the request computes nor what is found under its key.
+    Cached prefixes are keyed by content: if a caller writes to a tensor while a request that uses it waits or runs,
+    neither what the request computes nor what is found under its key may change.
     """
     requests, copies = [tuple(edits) for edits in each], {}
     for edit in (edit for edits in requests for edit in edits):
@@ -204,10 +214,10 @@ def channel_of(edit: Edit) -> Channel:
 
 
 def channels_of(choices: Iterable[Sequence[Edit]]) -> tuple[Channel, ...]:
-    """Channels that have at each site every request's edits in its order, since in that they apply.
+    """Channels that contain, at each site, every request's edits in the order in which they apply.
 
-    The requests' own order decides nothing, so that steps are found again for another, but between functions of one
-    name at one site: what else tells these apart differs from rank to rank.
+    The order of the requests has no influence, so that steps are reused for another order, except among different
+    functions with the same name at one site: what else distinguishes them differs from rank to rank.
 
     >>> a, b = Edit("x", abs), Edit("x", max)
     >>> [c.apply.__name__ for c in channels_of([[b, a], [b], [a, b]])]
@@ -289,7 +299,7 @@ def check_function(where: str, function: Any) -> None:
 
 
 def kind_of(x: Any) -> str:
-    """A value for an error message; of what may be long its type alone."""
+    """A value for an error message, or only its type if the value may be long."""
     return repr(x) if isinstance(x, (str, int, float, type(None))) else type(x).__name__
 
 

@@ -1,4 +1,4 @@
-"""The engine: a loop body around the pure step. `step` is `schedule`, launch, read back, `commit`."""
+"""The engine: one iteration around the pure step. `Engine.step` is `schedule`, launch, read back, `commit`."""
 
 import sys
 from collections.abc import Iterable
@@ -57,17 +57,20 @@ class Flight(NamedTuple):
 
 
 class StepEvents(NamedTuple):
-    """What a step brought: the scheduler's events, and the step's other results in the order of its plan's entries."""
+    """The results of a step: the scheduler's events, and the step's outputs in the order of its plan's entries."""
 
     events: Events
     plan: Plan
     results: Readback
-    captured: tuple[CapturedRows, ...] = ()  # whose the rows of `results.captured` are
-    failed: tuple[tuple[int, Exception], ...] = ()  # sequences that ended with reason "error", for want of a token
+    captured: tuple[CapturedRows, ...] = ()  # which sequence each row of `results.captured` belongs to
+    failed: tuple[tuple[int, Exception], ...] = ()  # (seq_id, why) of sequences that had no token to draw
 
 
 class Engine:
-    """Parameters, a variant of the layer functions, and the machine they run on. States are values outside of it."""
+    """Parameters, layer functions with edits and captures, and the machine they run on; made by `engine`.
+
+    An engine holds no requests: they are in a `State`, which `init` makes and `step` takes and returns.
+    """
 
     def __init__(
         self,
@@ -85,11 +88,12 @@ class Engine:
 
     @property
     def report(self) -> Report:
-        """Whom to tell of what is built for this engine."""
+        """The function that is called with a line for each thing that is built for this engine."""
         return self.own_report or self.machine.report or (say if self.machine.tp.rank == 0 else quiet)
 
     @property
     def limits(self) -> SchedulerConfig:
+        """The sizes that the scheduler works with: cache blocks, rows, tokens per step and per sequence."""
         settings = self.machine.settings
         return SchedulerConfig(
             num_blocks=self.machine.num_blocks,
@@ -125,12 +129,13 @@ class Engine:
         edits: Iterable[Edit] | None = None,
         capture: Capture | Iterable[str] | None = None,
     ) -> Request:
-        """A request for `add`.
+        """A request to be passed to `add`.
 
-        `sample` is the number of this copy among a prompt's n; requests of different `cache_tag` share no blocks of the
-        prefix cache. `edits` and `capture`, out of what the engine was built for, are the engine's own when
-        None. Raises TypeError or ValueError that names what is wrong; also for stop strings, n and prompt_logprobs,
-        which the loop of `generate` sees to, and a logits_fn that returns no logits.
+        `prompt` holds token ids. `sampling.seed` overrides `seed`. `sample` is the index of this request among several
+        samples of one prompt. Requests with different `cache_tag` (any hashable) share no blocks of the prefix cache.
+        `edits` and `capture` may use only functions, shapes and sites that the engine was built for; None means the
+        engine's own. Raises TypeError or ValueError that names the argument; also for stop strings, n and
+        prompt_logprobs, which only `generate` and `stream` handle, and for a logits_fn that does not return logits.
         """
         self.check_settings(sampling)
         seed, sample = check_seed("seed", seed), check_seed("sample", sample)
@@ -187,7 +192,7 @@ class Engine:
         )
 
     def check_settings(self, sampling: Sampling) -> None:
-        """TypeError or ValueError for settings that this model, or an engine without a loop around it, cannot serve."""
+        """Raise TypeError or ValueError for settings that this model, or an engine without `generate`, cannot serve."""
         check_sampling(sampling, vocab_size=self.params.config.vocab_size)
         for name, instead in AROUND_THE_ENGINE.items():
             if getattr(sampling, name) != getattr(Sampling, name):  # the class holds the defaults
@@ -196,20 +201,21 @@ class Engine:
                 )
 
     def prepare(self, sampling: Sampling) -> None:
-        """Build the steps for requests sampled like this one beforehand; otherwise each is built when first needed."""
+        """Build the steps for requests with such sampling now; without it each step is built when first needed."""
         features = features_of([sampling], eos_token_ids=self.params.config.eos_token_ids)
         with self.machine.lock, set_aside(self.machine.device):
             self.machine.prepare(self.params, self.variant, features, self.report)
 
     def step(self, state: State) -> tuple[State, StepEvents | None]:
-        """One step, waited for; None when there is nothing to do."""
+        """Run one step and wait for it: the new state and the results, which are None when there is nothing to do."""
         state, flight = self.launch(state)
         return (state, None) if flight is None else self.collect(state, flight)
 
     def launch(self, state: State) -> tuple[State, Flight | None]:
-        """Schedule a step and start it. The state then waits for `collect`; one more step may be launched before.
+        """Schedule and start a step: the new state and the step in flight, which is None when there is nothing to do.
 
-        Threads may launch at the same time: each step has the machine to itself.
+        Pass both to `collect`. One more step may be launched before that. Threads may launch at the same time; their
+        steps run one after another.
         """
         check_state(state)
         with self.machine.lock, set_aside(self.machine.device):
@@ -219,8 +225,8 @@ class Engine:
         """`launch` in a thread that holds the machine, with torch in no mode of the caller's."""
         if not equal(state.variant, self.variant):
             raise ValueError(
-                "this state belongs to an engine with other layers, edits or captures, and its cache holds what those "
-                "computed; continue it there, or add its tokens to a state of this engine"
+                "this state belongs to an engine with other layers, edits or captures, which computed what its cache "
+                "holds; continue it with that engine, or add its tokens to a state of this engine"
             )
         if state.clock != self.machine.clock or state.machine != self.machine.name:
             state = self.recover(state)
@@ -239,20 +245,21 @@ class Engine:
         return replace(state, scheduler=planned, clock=self.machine.clock, flights=flights), flight
 
     def collect(self, state: State, flight: Flight) -> tuple[State, StepEvents]:
-        """Wait for a launched step and take its tokens into the state.
+        """Wait for a launched step and add its tokens to the state.
 
-        A sequence whose logits leave nothing to draw ends there with reason "error", and `failed` says why.
+        A sequence whose logits leave no token to draw ends with reason "error", and `StepEvents.failed` says why.
+        Raises ValueError for a step that is not the oldest one that the state waits for.
         """
         check_state(state)
         if not isinstance(flight, Flight):
             raise TypeError(
-                f"flight must be what launch returns beside the state, found {kind_of(flight)}: launch gives None when "
+                f"flight must be what launch returns with the state, found {kind_of(flight)}: launch returns None when "
                 "there is nothing to do, and then there is nothing to collect"
             )
         if flight.step != next(iter(state.flights), None):
             raise ValueError(
                 f"flight is not the next of the {len(state.flights)} that this state waits for: collect each once, in "
-                "the order of launches, with the state that its launch returned or one made from it"
+                "the order of the launches, with the state that its launch returned or a state made from it"
             )
         with self.machine.watch:
             ids = flight.results.wait()[: len(flight.plan.rows)].astype(np.int32)
@@ -292,7 +299,8 @@ class Engine:
         check_config(state, self.params.config)
         if state.scheduler.config != self.limits:
             raise ValueError(
-                f"this state belongs to an engine of other sizes, {state.scheduler.config}; this one has {self.limits}"
+                f"this state belongs to an engine of other sizes, {state.scheduler.config}; this engine has "
+                f"{self.limits}"
             )
         since = state.clock if state.machine == self.machine.name else -1
         settled = scheduler.invalidate(state.scheduler, self.machine.writes.since(since))
@@ -339,14 +347,18 @@ def engine(
     report: Report | None = None,
     **options: Any,
 ) -> Engine:
-    """An engine for these parameters; `options` are those of `EngineOptions`.
+    """An engine for these parameters.
 
-    Engines of one `params` with equal options share a machine, so that another one costs nothing: no pool, no compiling
-    of what is compiled. A swapped layer has steps of its own and never sees others' cached prefixes. `edits` and
-    `capture` are what each request gets; one may choose others of the same functions, shapes and sites. `tp` (None: the
-    ranks that torchrun started) is the group that holds the shards. `report` takes a line for each thing that is built
-    for this engine, and from now on those for `generate` and for engines that were given none of their own; without any
-    they are shown on a terminal. Raises TypeError or ValueError by name.
+    - `layers`: swapped layer functions. They get their own compiled steps and never find prefixes cached by others.
+    - `edits`, `capture`: what each request gets by default. A request may choose others with the same functions,
+      shapes and sites.
+    - `tp`: the group of ranks that holds the shards. None: the ranks that torchrun started.
+    - `report`: a function called with a line of text for each thing that is built for this engine, and from now on also
+      for `generate` and for engines without their own `report`. Without one, the lines are shown on a terminal.
+    - `options`: those of `EngineOptions`.
+
+    Engines of one `params` with equal options share a machine, that is, cache memory and compiled steps, so that
+    another engine costs almost nothing. Raises TypeError or ValueError that names the argument.
     """
     layers = check_model(params, layers)
     (edits,), capture = edits_of_each(edits, 1), expand(params.config, as_capture(capture))
@@ -358,11 +370,11 @@ def engine(
 
 
 def weights_changed(of: Params | Engine) -> None:
-    """Say that weights were written in a way that PyTorch does not count; no prefix cached so far is found again.
+    """Declare that weights were written in a way that PyTorch does not count: prefixes cached so far are not reused.
 
-    of: the params, and so all their engines, or one engine. What swapped functions and edits hold is among the weights.
-    Such ways are `weight.data`, a tensor made or written under `torch.inference_mode`, and code that writes to a
-    weight's memory by itself. Any other write is noticed. Raises ValueError for params that know no engines.
+    `of` is the params, for all engines of these params, or one engine. Tensors that swapped functions and edits hold
+    count as weights. Needed after a write through `weight.data`, to a tensor made under `torch.inference_mode`, or by
+    code that writes to the memory directly; other writes are noticed. Raises ValueError for params without a workspace.
     """
     if isinstance(of, Engine):
         of.machine.weights_changed()

@@ -1,4 +1,4 @@
-"""Requests whose next token could not be drawn: which, and what is said of each (pure)."""
+"""Requests whose next token could not be drawn, and their errors (pure)."""
 
 from collections.abc import Collection
 
@@ -26,7 +26,7 @@ def failures(
 ) -> tuple[tuple[int, Exception], ...]:
     """(sequence, error) of every entry whose sequence waits for this step's token and got none.
 
-    Also of a chunk of a prompt that is behind one of the `broken` blocks: computed anew it would only break again.
+    Also for a chunk of a prompt that follows one of the `broken` blocks: computed again, it would fail again.
     """
     found = []
     for entry in np.flatnonzero(no_tokens(ids, vocab_size)).tolist():

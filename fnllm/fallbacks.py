@@ -1,4 +1,4 @@
-"""Operations that Inductor calls as they are, made known to it before it meets them in a graph (effect)."""
+"""Operations that Inductor calls unchanged, registered before it finds them in a graph (effect)."""
 
 from torch import fx
 from torch._ops import OpOverload

@@ -13,8 +13,8 @@ from torch import Tensor
 def fingerprint(value: Any) -> int:
     """A signed 64-bit number from a value's contents: numbers, text, containers, dataclasses and arrays.
 
-    A function counts by its name alone and another object by its type: what they hold may rightly belong to one rank,
-    such as its shard of a tensor.
+    A function counts only by its name, and any other object by its type: what they hold may legitimately differ between
+    ranks, such as a shard of a tensor.
     """
     digest = hashlib.blake2b(digest_size=8)
     _feed(digest, value)

@@ -1,7 +1,7 @@
-"""What a compiled step does in one operation where the layers name two: a function that sees its graph alone.
+"""Fusing a matrix product with the addition and norm after it, in the graph of a compiled step.
 
-Layers and the sites between them stay as they are. Only where nobody looks at a product but the norm behind it, as the
-traced graph shows, is it a part of that norm.
+Layers and the sites between them stay unchanged: a product is fused only where the traced graph shows that nothing but
+the norm after it uses the product.
 """
 
 from torch import fx, ops
@@ -12,7 +12,7 @@ PLAIN = (None, None, False, True)  # a product without bias, residual and gate, 
 
 
 def fuse_norms(graph: fx.Graph) -> None:
-    """Put `linear_add_rms_norm` in the place of each `add_rms_norm` that alone uses a plain `small_linear`.
+    """Replace each `add_rms_norm` that is the only user of a plain `small_linear` by `linear_add_rms_norm`.
 
     The graph is changed, as torch's passes do. It must be a functional one, so that a product may move to its norm.
     """

@@ -66,18 +66,26 @@ def generate(
     progress: bool | None = None,
     **options: Any,
 ) -> list[Completion]:
-    """Complete each prompt: text, token ids, or a chat; one prompt, or a list of them.
+    """Complete one prompt or a list of prompts; a prompt is text, a list of token ids, or a chat.
 
-    `sampling` is one for all or a list with one each (None: what the checkpoint recommends); with `n` > 1 a prompt's
-    samples follow one another in the result. `layers` swaps layer functions. `edits` (see `Edit`) change activations:
-    some for all prompts, or a list with a list (or None) for each. `capture` returns activations in
-    `Completion.captured`: sites or a `Capture` for all prompts, or a list with a `Capture` or None for each. `seed`
-    makes the whole call repeatable (requests with a seed of their own always are). Under torchrun every rank makes the
-    same call and gets the same completions; calls that differ are refused on all of them. `chat` are options of the
-    chat template. With errors="return" a request that is refused, or whose logits turn to NaN or leave nothing to draw,
-    has a completion that carries its error, and the others run. `options` are those of `EngineOptions`. Where the cache
-    holds all of them, requests with more tokens to make are begun first, so that the call ends sooner. Raises TypeError
-    or ValueError that names the argument, before anything runs, and FloatingPointError for logits of NaN.
+    - `sampling`: one `Sampling` for all prompts or a list with one per prompt. None uses the checkpoint's recommended
+      settings. With `n` > 1 a prompt's samples follow one another in the result.
+    - `layers`: swapped layer functions.
+    - `edits`: changes to activations (see `Edit`), either edits for all prompts or a list with a list (or None) per
+      prompt.
+    - `capture`: activations to return in `Completion.captured`, either sites or a `Capture` for all prompts, or a list
+      with a `Capture` (or None) per prompt.
+    - `seed`: makes the whole call repeatable. Requests whose `Sampling` has a seed are always repeatable.
+    - `chat`: options of the chat template.
+    - `errors`: with "return", a request that is refused, or that has no token to draw because of NaN or +inf logits or
+      because all are -inf, gets a completion with its error while the others run. With "raise" the error is raised.
+    - `progress`: show a progress line. None shows it on a terminal.
+    - `options`: those of `EngineOptions`.
+
+    Under torchrun every rank must make the same call and gets the same completions; calls that differ are refused on
+    all ranks. If the cache can hold all requests, those that may generate the most tokens start first, so that the call
+    ends sooner. Raises TypeError or ValueError that names the argument before anything runs. While it runs, raises
+    FloatingPointError for logits with NaN or +inf, and ValueError for logits that are all -inf.
     """
     done: dict[tuple[int, int], Completion] = {}
     call = Call(prompts, sampling, layers, edits, capture, seed, chat, errors, options)
@@ -102,10 +110,10 @@ def stream(
     errors: str = "raise",
     **options: Any,
 ) -> Iterator[Chunk]:
-    """As `generate`, but yields pieces as they come; a request's last chunk carries its completion.
+    """Like `generate`, but yields chunks as tokens are generated; a request's last chunk carries its completion.
 
-    The arguments are checked by the call itself, the first step waits for the first `next`. Stopping to iterate aborts
-    what still runs and leaves everything usable.
+    The call itself checks the arguments; the first step runs at the first `next`. If you stop iterating, the remaining
+    requests are aborted and the params stay usable.
     """
     call = Call(prompts, sampling, layers, edits, capture, seed, chat, errors, options)
     return serve(params, call, progress=False, live=True)
@@ -114,8 +122,8 @@ def stream(
 def serve(params: Params, call: Call, *, progress: bool | None, live: bool) -> Generator[Chunk, None, None]:
     """The loop behind `generate` and `stream`, with every argument checked before it is returned.
 
-    With `live`, chunks are wanted as their tokens come, by a caller who may use the machine between them; without it
-    the last of each request is, and the machine is nobody else's until then.
+    With `live`, chunks are yielded as their tokens come, and the caller may use the machine between them. Without it
+    only the last chunk of each request matters, and no other thread uses the machine until the end.
     """
     layers = check_model(params, call.layers)
     seed = None if call.seed is None else check_seed("seed", call.seed)
@@ -149,9 +157,9 @@ def wishes_of(params: Params, call: Call) -> list[Wish]:
 def hand_in(
     worker: Engine, wishes: Sequence[Wish], seed: int, errors: str, live: bool
 ) -> tuple[State, dict[int, Track], list[Chunk]]:
-    """The state with a request for each sample of each prompt, their tracks, and a chunk for each refused sample.
+    """Everything before the first token.
 
-    All that lies before the first token.
+    Returns the state with a request for each sample of each prompt, their tracks, and a chunk for each refused sample.
     """
     params, machine = worker.params, worker.machine
     idle = machine.idle  # read once: another thread may take it meanwhile
@@ -186,11 +194,11 @@ def hand_in(
 
 
 def longest_first(requests: Sequence[Request], config: SchedulerConfig) -> list[int]:
-    """The order in which requests are handed in where only the end of all of them counts.
+    """The order in which requests are added when only the time of the whole call counts.
 
-    A step makes one token of each sequence, so those that may make the most begin first: else they run on alone, in
-    steps that read all weights for a few tokens. If the cache does not hold all of them at their longest, the order is
-    the caller's, since many long ones side by side would push each other out of it.
+    A step makes one token of each sequence, so those that may make the most start first. Otherwise they would continue
+    by themselves at the end, in steps that read all weights for a few tokens. If the cache cannot hold all requests at
+    full length, the order is the caller's, since many long ones at once would preempt each other.
     """
     order = list(range(len(requests)))
     longest = [min(len(one.prompt) + one.max_tokens, length_limit(config)) for one in requests]
@@ -200,7 +208,7 @@ def longest_first(requests: Sequence[Request], config: SchedulerConfig) -> list[
 
 
 def bytes_captured(worker: Engine, one: Track) -> int:
-    """What the captured activations of a request take at most."""
+    """An upper bound on the bytes of a request's captured activations."""
     return capture_bytes(
         worker.params.config,
         one.capture,
@@ -211,7 +219,7 @@ def bytes_captured(worker: Engine, one: Track) -> int:
 
 
 def alone(machine: Machine, chunks: Generator[Chunk, None, None]) -> Generator[Chunk, None, None]:
-    """The same chunks from a machine that no other thread steps meanwhile, which would cost both their cache."""
+    """The same chunks, while no other thread may step on the machine, since both would lose cached blocks."""
     with machine.lock, full_collections_off(machine.graphs_traced):
         yield from chunks  # and closes them, if cut short, before the lock is given back
 
@@ -225,7 +233,7 @@ def run(
     errors: str,
     shown: bool,
 ) -> Generator[Chunk, None, None]:
-    """Step until every track has ended; however that ends, the state behind it serves the next call."""
+    """Step until every track has ended; the final state serves the next call, even after an error."""
     machine = worker.machine
     machine.rest_at(None)  # until it is known where this ends
     meter: Meter | None = None
@@ -267,9 +275,9 @@ def run(
 
 
 def agree_on_weights(worker: Engine) -> None:
-    """Let the weights count as changed on all ranks if they do on one, which may have written its shard alone.
+    """Treat the weights as changed on all ranks if they are on one, which may have written only its own shard.
 
-    Else that rank would compute a prefix that the others find, and their steps would not meet.
+    Otherwise that rank would compute a prefix that the others find cached, and their steps would not match.
     """
     machine = worker.machine
     if machine.tp.size == 1:
@@ -283,7 +291,7 @@ def agree_on_weights(worker: Engine) -> None:
 
 
 def settled(worker: Engine, state: State, flight: Flight | None) -> State | None:
-    """The state without its sequences, so that none is left for the next call; None where a step broke off half-way."""
+    """The state with all sequences removed, for the next call; None if a step failed half-way."""
     if flight is not None and flight.plan.step == state.scheduler.next_commit:
         try:
             state, _ = worker.collect(state, flight)
@@ -303,7 +311,7 @@ def score_prompts(
     edits: Sequence[Sequence[Edit]],
     machine: Machine,
 ) -> None:
-    """Give the tracks that ask for it their prompts' log-probabilities, by `score`, whatever the prefix cache holds."""
+    """Compute the prompts' log-probabilities by `score` for the tracks that ask for them, without the prefix cache."""
     asked = {one.index: one for one in tracks.values() if one.sampling.prompt_logprobs is not None}
     if not asked:
         return

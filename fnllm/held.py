@@ -1,4 +1,4 @@
-"""What computed the cached keys, and whether it changed: parameters, and what functions hold beside them."""
+"""Whether the weights changed that computed the cached keys: parameters, and what functions hold besides them."""
 
 import collections
 import dataclasses
@@ -32,7 +32,7 @@ LIBRARIES = tuple(os.path.join(folder, "") for folder in (*OF_FNLLM_AND_TORCH, *
 
 
 class Itself:
-    """Equals what was made of the very same object, and keeps it, so that no other one gets its identity."""
+    """Compares an object by identity, and keeps it alive, so that no other object gets its id."""
 
     __slots__ = ("of",)
 
@@ -62,14 +62,14 @@ class Seen(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What functions read beside their arguments."""
+    """What functions read besides their arguments."""
 
     leaves: list[Tensor]  # each once
-    constants: list[tuple[type, Hashable]]  # what tells all else apart, in the order in which it was found
+    constants: list[tuple[type, Hashable]]  # what identifies everything else, in the order in which it was found
 
 
 def look(leaves: list[Tensor], constants: list[tuple[type, Hashable]]) -> Seen:
-    """What tells these tensors from others, and from themselves before a write; none of them is read."""
+    """What distinguishes these tensors from others, and from themselves before a write; no values are read."""
     places = [(id(leaf), leaf.data_ptr(), leaf.shape, leaf.stride()) for leaf in leaves]
     return Seen(leaves, places, constants, [writes_to(leaf) for leaf in leaves])
 
@@ -80,10 +80,10 @@ def writes_to(x: Tensor) -> int:
 
 
 class Versions:
-    """Numbers for what groups of tensors hold, each group named by a key; no number comes again for other contents.
+    """Version numbers for the contents of groups of tensors, by key; no number is used again for other contents.
 
-    PyTorch counts the writes to a tensor, but for those through `.data` or in inference mode: after one of them,
-    `forget` what was seen.
+    PyTorch counts the writes to a tensor, except those through `.data` or in inference mode: call `forget` after one of
+    those.
     """
 
     def __init__(self) -> None:
@@ -92,9 +92,9 @@ class Versions:
         self.seen: dict[Hashable, tuple[Seen, int]] = {}  # at the last look, and the number given then
 
     def of(self, key: Hashable, leaves: list[Tensor], constants: Sequence = ()) -> tuple[int, bool]:
-        """The number for what these tensors and constants hold, and whether graphs from before this look are stale.
+        """The version of what these tensors and constants hold, and whether graphs captured earlier are stale.
 
-        They are where a tensor may lie elsewhere now, or a constant is another.
+        They are stale if a tensor may have moved in memory or a constant has changed.
         """
         now, (before, number) = look(leaves, list(constants)), self.seen.get(key, (None, 0))
         stale = before is None or (before.places, before.constants) != (now.places, now.constants)
@@ -106,14 +106,14 @@ class Versions:
         return number, stale
 
     def keep(self, wanted: Callable[[Any], bool]) -> None:
-        """Let go of the tensors of all groups but those with a wanted key, and the one without a key."""
+        """Drop the tensors of all groups except those with a wanted key, and the one without a key."""
         kept = {key: seen for key, seen in self.seen.items() if key is None or wanted(key)}
         if len(kept) < len(self.seen):  # those let go of may change, and be looked at again as if for the first time
             self.first = self.changes = self.changes + 1
         self.seen = kept
 
     def forget(self) -> None:
-        """Give every group another number at its next look, which still tells what lies elsewhere."""
+        """Give every group another version at its next look, which still notices moved tensors."""
         self.seen = {key: (seen._replace(writes=[-1]), number) for key, (seen, number) in self.seen.items()}
 
 
@@ -144,9 +144,9 @@ def in_own_containers(tree: Any) -> Any:
 
 
 def same_tensors(tree: Any, kept: Any) -> bool:
-    """Whether a tree holds the very tensors that it held when `kept` was made of it; some 5 us for 230 of them.
+    """Whether a tree holds the same tensor objects as when `kept` was made from it; some 5 us for 230 of them.
 
-    Writes to them are not looked for: that takes five times as long (`look`), which not every step can wait for.
+    It does not look for writes to them: that takes five times as long (`look`), too long for every step.
     """
     return equal(tree, kept)
 
@@ -161,13 +161,13 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def held_by(functions: Iterable[Any]) -> Held:
-    """Every tensor that some functions read beside their arguments, and by what all else that they read is told apart.
+    """Every tensor that functions read besides their arguments, and constants that identify everything else they read.
 
-    Numbers, strings and their like count by value; containers, dataclasses, namespaces, methods and partials by type
-    and by what they hold; all else by identity. Looked through are these, modules, callable objects, functions and
-    classes, and what a function names: of the functions and classes among that, only those of its file. Code of
-    installed packages is not looked into, nor a container of more than `LARGEST` entries, nor, once `MOST` things
-    were found, any further one. The given functions' own identities are not recorded.
+    Numbers, strings and the like count by value; containers, dataclasses, namespaces, methods and partials by type and
+    content; everything else by identity. Containers and the like, modules, callable objects, functions and classes are
+    searched, and so is what a function names; among functions and classes that it names, only those of its own file.
+    Not searched are code of installed packages, containers of more than `LARGEST` entries, and anything after the first
+    `MOST` things. The identities of the given functions are not recorded.
     """
     leaves: list[Tensor] = []
     constants: list[tuple[type, Hashable]] = []

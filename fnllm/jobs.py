@@ -1,4 +1,4 @@
-"""What a machine is told beside its plans: what a caller changed of the computation, and what each request asks for."""
+"""What a machine gets besides its plans: a caller's layers, edits and captures, and each request's settings."""
 
 from collections.abc import Callable
 from typing import NamedTuple

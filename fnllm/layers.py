@@ -1,7 +1,7 @@
 """The layer functions: each is `(p, x, ctx) -> y`, pure, and replaceable through the `Layers` record.
 
 Axes: T packed tokens, B sequences, H hidden, N query heads, K KV heads, D head dim, I MLP width, V vocabulary rows.
-Sizes are this rank's. Parameters are plain dicts of tensors; `ctx` is the explicit rest (see context.py).
+Sizes are this rank's. `p` is one tensor or a dict of tensors; `ctx` is everything else to read (see context.py).
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from fnllm_weights import ModelConfig
 
 
 def embed(p: Float[Tensor, "V H"], token_ids: Int[Tensor, " T"], ctx: Context) -> Float[Tensor, "T H"]:
-    """Vocabulary-parallel look-up: each rank contributes the rows it owns, and the sum is the embedding."""
+    """Vocabulary-parallel look-up: each rank looks up the rows it owns, and the sum over ranks is the embedding."""
     local = token_ids - ctx.sizes.vocab_start
     mine = (local >= 0) & (local < p.shape[0])
     x = F.embedding(torch.where(mine, local, 0), p)
@@ -64,7 +64,7 @@ def on_device(x: Tensor, ctx: Context) -> bool:
 
 
 def linear(p: Float[Tensor, "O I"], x: Float[Tensor, "T I"], ctx: Context) -> Float[Tensor, "T O"]:
-    """The product of activations with a weight; every projection of the model, and the head, goes through it."""
+    """x @ p.T; every projection of the model, and the head, goes through it."""
     if on_device(x, ctx):
         return small_linear(x, p, fixed=ctx.owns(p))
     return F.linear(x, p) if x.is_cuda or ctx.cache is None else host_linear(x, p)
@@ -75,7 +75,7 @@ def attention(
 ) -> Float[Tensor, "T H"]:
     """Self-attention over this rank's heads: QKV, optional QK-norm, rope, attend, output projection, all-reduce.
 
-    `heads_of` makes q, k and v where they are seen one by one; `turned_heads` if it is None.
+    `heads_of` computes q, k and v where no fused kernel does; None stands for `turned_heads`.
     """
     qkv = ctx.layers.linear(p["qkv"], x, ctx)
     if "qkv_bias" in p:
@@ -104,7 +104,7 @@ def turned_heads(
 
 
 def is_plain(ctx: Context) -> bool:
-    """Whether nobody looks between the QKV projection and attention's output."""
+    """Whether nothing between the QKV projection and attention's output is swapped, captured or edited."""
     if ctx.layers.attend is not attend or ctx.layers.norm is not norm:
         return False
     return ctx.taps.idle or not any(ctx.taps.wants(f"layers.{ctx.layer}.{name}") for name in ("q", "k", "v"))
@@ -113,7 +113,10 @@ def is_plain(ctx: Context) -> bool:
 def attend(
     q: Float[Tensor, "T N D"], k: Float[Tensor, "T K D"], v: Float[Tensor, "T K D"], ctx: Context
 ) -> Float[Tensor, "T N D"]:
-    """Store the new keys and values, then causal attention over the paged cache; without a cache, over the batch."""
+    """Store the new keys and values, then causal attention over the paged cache; without a cache, over the batch.
+
+    softmax(q k^T / sqrt(D)) v, with D the head dim, under the causal mask and the layer's sliding window if it has one.
+    """
     batch = ctx.batch
     if ctx.cache is None:
         scale, window = ctx.config.head_dim**-0.5, ctx.config.sliding_window[ctx.layer] or 0
@@ -123,7 +126,7 @@ def attend(
 
 
 def attend_fused(p: dict, qkv: Float[Tensor, "T QKV"], ctx: Context) -> Float[Tensor, "T N D"]:
-    """QK-norm, rope and the store, and attention over the paged cache: one kernel in a decode step, else two."""
+    """QK-norm, rope, store and attention over the paged cache: one kernel in a decode step, otherwise two."""
     batch, k_cache, v_cache = ctx.batch, ctx.cache.k[ctx.layer], ctx.cache.v[ctx.layer]
     heads = qkv, p.get("q_norm"), p.get("k_norm"), ctx.config.rms_norm_eps, batch.cos, batch.sin
     if ctx.backend != "triton" or batch.max_seqlen != 1:
@@ -167,13 +170,13 @@ def attend_cached(q: Float[Tensor, "T N D"], ctx: Context) -> Float[Tensor, "T N
 
 
 def mlp(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "T H"]:
-    """SwiGLU feed-forward (Shazeer 2020), gate and up in one product, one all-reduce."""
+    """SwiGLU feed-forward (Shazeer 2020): gate and up in one matrix product, then one all-reduce."""
     y = ctx.tp.all_reduce(ctx.layers.linear(p["down"], gated(p, x, ctx), ctx))
     return y + p["down_bias"] if "down_bias" in p else y
 
 
 def gated(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "T I"]:
-    """The activation of gate and up; one kernel may do both where both functions are the usual ones."""
+    """The activation of gate and up; in one kernel if neither `linear` nor `activation` is swapped."""
     if on_device(x, ctx) and ctx.layers.linear is linear and ctx.layers.activation is activation:
         bias = p.get("gate_up_bias")
         fixed = ctx.owns(p["gate_up"]) and (bias is None or ctx.owns(bias))  # the kernel fetches both early
@@ -195,9 +198,8 @@ def activation(gate_up: Float[Tensor, "... two_I"], ctx: Context) -> Float[Tenso
 def moe(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "T H"]:
     """Mixture of experts as Qwen3-MoE defines it: the top experts' outputs, weighted by the router's softmax.
 
-    Where `linear` is the usual one, each expert runs on the tokens that chose it. Any other may do what it likes with
-    a weight, and each expert runs on every token, unchosen ones with weight zero. Each expert's width is split over the
-    ranks.
+    Each expert runs on the tokens that chose it. If `linear` is swapped, each expert instead runs on every token, with
+    weight zero where it was not chosen. Each expert's width is split over the ranks.
     """
     chosen = ctx.config.num_experts_per_tok
     probs = F.softmax(ctx.layers.linear(p["router"], x, ctx).float(), dim=-1)
@@ -233,14 +235,14 @@ def chosen_experts(
 
 
 def lm_head(p: Float[Tensor, "V H"], x: Float[Tensor, "B H"], ctx: Context) -> Float[Tensor, "B V"]:
-    """This rank's logits, for the rows that need them only."""
+    """This rank's logits, only for the rows that need them."""
     return ctx.layers.linear(p, x, ctx)
 
 
 def check_layers(layers: Any, config: ModelConfig) -> "Layers":
-    """The layers that a caller means, None being the usual ones.
+    """The layer functions to use; None stands for the defaults.
 
-    Raises TypeError that names what is no function, ValueError for a feed-forward that this model has nowhere.
+    Raises TypeError that names what is not a function, ValueError for a swapped feed-forward that no layer would use.
     """
     if layers is None:
         return Layers()
@@ -258,7 +260,12 @@ def check_layers(layers: Any, config: ModelConfig) -> "Layers":
 
 
 class Layers(NamedTuple):
-    """The functions a step is made of; swap one with `Layers()._replace(mlp=mine)`."""
+    """The functions that a step is made of; swap one with `Layers()._replace(mlp=mine)`.
+
+    Each is `(p, x, ctx) -> y` except `attend(q, k, v, ctx)`, `activation(x, ctx)` and
+    `sample(logits, rows, positions, **settings)`. `attention`, `mlp` and `moe` get the layer's dict as `p`, the others
+    one weight. The defaults, in this module, give the shapes.
+    """
 
     embed: Callable[..., Tensor] = embed
     norm: Callable[..., Tensor] = norm

@@ -18,11 +18,14 @@ def load(
     device: str | torch.device | None = None,
     revision: str | None = None,
 ) -> Params:
-    """Params of a local folder or a hub id; None is the small model that comes with the package.
+    """Load a local folder or a hub id; None is the small model that comes with the package.
 
-    Under torchrun each rank gets its shard, on its own GPU if there are GPUs; when one cannot load, none can. dtype:
-    the checkpoint's on a GPU, float32 on a CPU. Raises ValueError that names the file, tensor or config field, before
-    anything is allocated.
+    - `dtype`: None is the checkpoint's dtype on a GPU and float32 on a CPU.
+    - `device`: None is a GPU if there is one. Under torchrun it is this rank's GPU.
+    - `revision`: a branch, tag or commit on the hub.
+
+    Under torchrun each rank loads its shard; if one rank cannot load, all fail. Raises ValueError that names the file,
+    tensor or config field, before anything is allocated.
     """
     shard, where = launched(), local_device(device)
     if shard.size > 1:

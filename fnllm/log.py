@@ -1,4 +1,4 @@
-"""What was done to a state, as data: a log of events that gives the same tokens and block tables whenever it is run."""
+"""A log of events on a state, as data; running it gives the same tokens and block tables each time."""
 
 import difflib
 import functools
@@ -12,7 +12,7 @@ from fnllm.state import State
 
 
 class Event(NamedTuple):
-    """One call on a state: which, and its arguments after the state."""
+    """One call on a state: its name, and the arguments after the state."""
 
     name: str
     args: tuple = ()
@@ -20,10 +20,10 @@ class Event(NamedTuple):
 
 
 def event(name: str, *args: Any, **options: Any) -> Event:
-    """An entry of a log: `event("add", prompt, sampling, seed=1)`, `event("step")`, `event("fork", 0)`, ...
+    """An entry of a log, such as `event("add", prompt, sampling, seed=1)`, `event("step")` or `event("fork", 0)`.
 
-    Lists and iterators are kept as they are now. Raises ValueError for a name that `apply` does not know, TypeError for
-    arguments that it does not take.
+    Lists and iterators are copied. Raises ValueError for an unknown name and TypeError for arguments that the named
+    function does not take. "add" takes the arguments of `Engine.request`, other names those of the function of fnllm.
     """
     if name not in EVENTS:
         close = difflib.get_close_matches(name, EVENTS, n=1)
@@ -53,7 +53,7 @@ def check_arguments(name: str, args: tuple, options: Mapping[str, Any]) -> None:
 
 
 def apply(engine: Engine, state: State, entry: Event) -> tuple[State, Any]:
-    """Run one event: the new state, and what it brought (an id of add and fork, the step's events, else None)."""
+    """Run one event: the new state and its result (an id for add and fork, a `StepEvents` for step, otherwise None)."""
     if not isinstance(entry, Event):
         raise TypeError(f"a log is a list of fnllm.event(...), found {entry!r}")
     result = EVENTS[entry.name](engine, state, *entry.args, **dict(entry.options))
@@ -61,11 +61,11 @@ def apply(engine: Engine, state: State, entry: Event) -> tuple[State, Any]:
 
 
 def replay(engine: Engine, log: Iterable[Event], state: State | None = None) -> tuple[State, list[Any]]:
-    """Run a log from a state (None: an empty one): the last state, and what each event brought.
+    """Run a log from a state (None: an empty one): the last state, and the result of each event.
 
-    Equal states and logs give equal block tables, and equal tokens: always under numerics="batch_invariant", otherwise
-    as far as equal batches round equally. That holds while nothing else steps on the model's cache: a state takes steps
-    to compute again the blocks that were written over, and an entry such as "append" then finds fewer tokens.
+    Equal states and logs give equal block tables. They give equal tokens under numerics="batch_invariant"; in the
+    default mode, as far as equal batches round equally. This holds only while no other engine or call steps on the same
+    machine: recomputing blocks that others overwrote takes steps, so that an entry such as "append" finds fewer tokens.
     """
     state, results = engine.init() if state is None else state, []
     for entry in log:

@@ -42,7 +42,7 @@ from fnllm_weights import ModelConfig, Params, ParamTree, local_sizes
 
 
 class Unbuilt:
-    """Stands in a workspace where a machine is to come; whoever holds its lock builds that."""
+    """A placeholder in a workspace for a machine that is not built yet; the thread that holds its lock builds it."""
 
     clock = None  # no steps, and nothing to run them
 
@@ -80,7 +80,7 @@ class Machine:
         self.lock = threading.RLock()  # held by the thread whose step, or whose whole call, is running
 
     def __reduce__(self) -> tuple:
-        """A copy of params, or a pickle, has nothing built in a machine's place: it builds its own when needed."""
+        """A copy or pickle of params holds a placeholder instead of a machine, and builds its own when needed."""
         return Unbuilt, ()
 
     @property
@@ -103,11 +103,11 @@ class Machine:
         return graphs_traced() if self.settings.traced else 0
 
     def tell(self, report: Report) -> None:
-        """From now on, tell this of what is built for those who do not say whom to tell."""
+        """Set the function that is called with what is built for engines without their own `report`."""
         self.report = report
 
     def rest_at(self, state: State | None) -> None:
-        """Keep where a `generate` ended, for the next one to go on from; None while one runs."""
+        """Keep the state in which a `generate` ended, for the next one to continue from; None while one runs."""
         self.idle = state
 
     def affordable_blocks(self) -> int:
@@ -126,22 +126,21 @@ class Machine:
         )
 
     def reserve_for_captures(self, needed: int, report: Report) -> None:
-        """Say how many bytes captured activations will take; ValueError, on all ranks, when one has not that many."""
+        """Report how many bytes captured activations will take; ValueError on all ranks if one has too few free."""
         free = least(self.tp, self.device, lambda: memory_of(self.device)[0])
         if needed > free:
             raise ValueError(
-                f"capture would take up to {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free on {self.device}; "
-                "ask for fewer sites, positions or new tokens, or give a Capture per prompt"
+                f"capture would take up to {needed / 1e9:.2f} GB and only {free / 1e9:.2f} GB are free on "
+                f"{self.device}; ask for fewer sites, positions or new tokens, or give a Capture per prompt"
             )
         report(f"captured activations take at most {needed / 1e6:.1f} MB on {self.device}")
 
     def version_of(self, params: Params, variant: Variant) -> int:
         """A number that changes whenever a weight does: another tensor, or the same one written in place.
 
-        What the variant's functions hold counts as weights too: tensors, of which none is read, and numbers and their
-        like. Graphs that hold such a number, or the address of a tensor whose place such a function, or the tree, has
-        given to another, are dropped.
-        Raises ValueError for a tree that was changed to what the layers do not read.
+        What the variant's functions hold counts as weights too: tensors, whose values are not read, and numbers and the
+        like. Graphs are dropped that hold such a number, or the address of a tensor that was replaced in such a
+        function or in the tree. Raises ValueError for a tree that was changed so that the layers cannot read it.
         """
         if not same_tensors(params.tree, self.tree_seen):
             check_model(params, variant.layers)
@@ -163,10 +162,10 @@ class Machine:
         return number
 
     def notice_changes(self, params: Params, variant: Variant) -> None:
-        """Look at what may have become another since the last step, before a step that need not ask for a version.
+        """Look for changes since the last step, before a step that does not ask for a version.
 
-        Else a graph would go on with what it was captured with, and what sequences fill by weights or numbers that hold
-        for a while only would be found under the version of those before and after.
+        Otherwise a graph would continue with what it was captured with, and blocks computed with temporary weights or
+        numbers would be found under the version of the weights before and after.
         """
         if not same_tensors(params.tree, self.tree_seen):
             self.version_of(params, variant)
@@ -175,12 +174,12 @@ class Machine:
                 self.version_held(function)
 
     def weights_changed(self) -> None:
-        """Count the weights, and what functions hold, as changed: they were written in a way that PyTorch misses."""
+        """Treat the weights, and what functions hold, as changed: they were written in a way that PyTorch misses."""
         self.versions.forget()
 
     @contextlib.contextmanager
     def one_step(self) -> Iterator[None]:
-        """Within it a step runs; RuntimeError for one inside of it, which would write over its rows and blocks."""
+        """A context in which a step runs; RuntimeError for a nested one, which would overwrite its rows and blocks."""
         if self.stepping:
             raise RuntimeError(
                 "a function that a step calls (a layer, an edit, a logits_fn) has itself asked for a step of the same "
@@ -201,9 +200,9 @@ class Machine:
         captured: np.ndarray,
         report: Report,
     ) -> StepOutput:
-        """Carry out one plan; `captured` are the tokens of its batch whose activations are asked for.
+        """Carry out one plan; `captured` are the tokens of its batch whose activations are captured.
 
-        The output lies in buffers that the next step writes over.
+        The output is in buffers that the next step overwrites.
         """
         self.notice_changes(params, variant)
         self.writes.follow(plan)
@@ -220,7 +219,7 @@ class Machine:
             )
 
     def clean(self) -> list[int]:
-        """Zero the blocks that hold NaN or infinity, and say which they were: they are lost to every state."""
+        """Zero the blocks that hold NaN or infinity, and return them: every state has lost their contents."""
         used = torch.tensor(self.writes.since(0), dtype=torch.int64, device=self.device)
         found = zero_broken_blocks(self.resident.cache, used, self.tp.all_reduce_max)
         if found:
@@ -228,7 +227,7 @@ class Machine:
         return found
 
     def apply(self, plan: Plan, job_of: Callable[[int], Job], channels: tuple[Channel, ...]) -> None:
-        """Bring cache and rows to where the plan starts: block copies, joining rows, grown block tables."""
+        """Bring cache and rows to where the plan starts: copied blocks, joining rows, new block table entries."""
         if len(plan.copies[0]):
             at, to = (send(torch.from_numpy(x.astype(np.int64)), self.device) for x in plan.copies)
             for k, v in zip(self.resident.cache.k, self.resident.cache.v, strict=True):
@@ -244,7 +243,7 @@ class Machine:
             write_tables(self.resident.rows, row, column, block)
 
     def join(self, plan: Plan, jobs: Sequence[Job]) -> None:
-        """Write the rows of the sequences that join: their tables, and what the sampler must know of each."""
+        """Write the rows of the sequences that join: block tables and sampler settings."""
         rows, eos = [join.row for join in plan.joins], self.spec.config.eos_token_ids
         features = self.features.join(rows, [features_of([job.sampling], eos_token_ids=eos) for job in jobs])
         sampler = rows_from_sampling(
@@ -293,7 +292,7 @@ class Machine:
         return wide
 
     def features_for(self, plan: Plan) -> SamplerFeatures:
-        """What the sampler must do for the rows of this plan."""
+        """The sampler features that the rows of this plan need."""
         if self.features.turn_to(plan.rows) and self.features.together.logits_fns:
             # Each row's function is its place among the batch's, which other rows may have changed.
             numbers = torch.tensor(self.features.function_numbers(), dtype=torch.int32, device="cpu")
@@ -332,7 +331,7 @@ class Machine:
         return layers_for(variant.layers, self.settings.numerics, on_gpu=by_kernels)
 
     def try_variant(self, variant: Variant, spec: StepSpec, resident: Resident, tree: ParamTree) -> None:
-        """Watch the variant's functions in one step on padding, unless they have passed that before."""
+        """Check the variant's functions in steps on padding, unless they have passed before."""
         functions, tried = variant._replace(capture=()), self.built.tried
         # A sampler of one's own must give what each kind of request asks of it.
         asked = (variant, None if variant.layers.sample is Layers().sample else spec.features.logprobs)
@@ -343,8 +342,8 @@ class Machine:
     def prepare(self, params: Params, variant: Variant, features: SamplerFeatures, report: Report) -> None:
         """Compile and capture the steps of every bucket now, so that no request waits for them.
 
-        Those of short contexts, for a batch whose sampler does what `features` says. Without graphs there is nothing
-        to prepare.
+        These are the steps of short contexts, for a batch with these sampler `features`. Without graphs there is
+        nothing to prepare.
         """
         self.version_of(params, variant)  # so that it is noticed if they lie elsewhere when the graphs are used
         for function in features.logits_fns:
@@ -360,7 +359,7 @@ class Machine:
 
 
 def plain_spec(params: Params, settings: Settings, tp: TensorParallel) -> StepSpec:
-    """What is fixed in a step of which no caller has changed anything."""
+    """The static settings of a step without swaps, edits or captures."""
     config, weight = params.config, params.tree["norm"]
     num_ids = config.vocab_size if params.tokenizer is None else params.tokenizer.num_ids
     return StepSpec(
@@ -387,7 +386,7 @@ def backends_for(config: ModelConfig, settings: Settings, dtype: torch.dtype, de
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:
-    """Free and total bytes of a device. On a host, where others live too, all that counts is what is free."""
+    """Free and total bytes of a device. On a host, which others use too, only the free memory counts."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)
     free = host_memory()

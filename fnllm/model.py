@@ -13,11 +13,11 @@ AFTER_ATTENTION = ("norm", "linear", "mlp", "moe", "activation")  # functions of
 
 
 def forward(tree: ParamTree, ctx: Context, tokens: Int[Tensor, " W"] | None = None) -> Float[Tensor, "W H"]:
-    """Hidden states after the final norm of these tokens of `ctx.batch`; None: of all.
+    """Hidden states after the final norm, for the tokens of `ctx.batch` at the indices `tokens` (None: all).
 
-    The residual stream is carried beside the sublayers' outputs, so that each addition meets the norm behind it in
-    one kernel. Collectives: one all-reduce in `embed`, one in `attention`, one in `mlp`. The last layer's feed-forward
-    runs for `tokens` alone, where nobody sees a difference beyond rounding.
+    The residual stream is passed along separately from the sublayers' outputs, so that each addition and the norm after
+    it are one kernel. Collectives: one all-reduce in `embed`, and per layer one in `attention` and one in `mlp`. The
+    last layer's feed-forward runs only for `tokens`, if that makes no difference beyond rounding.
     """
     layers, last = ctx.layers, len(tree["layers"]) - 1
     x = layers.embed(tree["embed"], ctx.batch.token_ids, ctx)
@@ -45,9 +45,9 @@ def forward(tree: ParamTree, ctx: Context, tokens: Int[Tensor, " W"] | None = No
 
 
 def rest_by_token(ctx: Context) -> bool:
-    """Whether all behind this layer's attention takes each token alone, and nobody looks at it.
+    """Whether everything after this layer's attention treats tokens independently and is not captured or edited.
 
-    False in decode steps, where every token passes the head, as it may where logits are captured.
+    False in decode steps, where every token needs the head, and where logits are captured or edited.
     """
     usual = Layers(), layers_for(Layers(), "batch_invariant")
     by_token = all(any(getattr(ctx.layers, f) is getattr(own, f) for own in usual) for f in AFTER_ATTENTION)
@@ -56,7 +56,7 @@ def rest_by_token(ctx: Context) -> bool:
 
 
 def head_logits(tree: ParamTree, hidden: Float[Tensor, "B H"], ctx: Context) -> Float[Tensor, "B V"]:
-    """This rank's logits of some hidden states, seen at the site `logits` whatever `lm_head` is."""
+    """This rank's logits for some hidden states, with the site `logits`, whatever `lm_head` is."""
     p = tree["lm_head"]
     at = ctx._replace(own=(p,) if isinstance(p, Tensor) else ())
     return ctx.tap("logits", ctx.layers.lm_head(p, hidden, at))
@@ -65,7 +65,7 @@ def head_logits(tree: ParamTree, hidden: Float[Tensor, "B H"], ctx: Context) -> 
 def tapped_add_norm(
     weight: Float[Tensor, " H"], x: Float[Tensor, "T H"], residual: Float[Tensor, "T H"] | None, site: str, ctx: Context
 ) -> tuple[Float[Tensor, "T H"], Float[Tensor, "T H"]]:
-    """`add_norm`, with the stream seen at `site` between the addition and the norm."""
+    """`add_norm`, with the residual stream passed through `site` between the addition and the norm."""
     if not ctx.taps.wants(f"layers.{ctx.layer}.{site}"):
         return add_norm(weight, x, residual, ctx)
     residual = ctx.tap(site, x if residual is None else residual + x)

@@ -1,7 +1,7 @@
-"""Batch-invariant numerics: the same step with layer functions whose every row is computed alone, bit for bit.
+"""Batch-invariant numerics: the same step with layer functions that compute every row independently, bit for bit.
 
-Only a few functions and the order of two reductions differ; what a caller has swapped stays swapped. Gradients are
-those of the plain functions.
+Only a few functions and the order of two reductions differ; swapped functions stay swapped. Gradients are those of the
+plain functions.
 """
 
 from collections.abc import Callable
@@ -33,10 +33,10 @@ def check_numerics(numerics: str) -> None:
 
 
 def layers_for(layers: Layers, numerics: str, on_gpu: bool = False) -> Layers:
-    """The layers with the functions that the mode needs, wherever the caller has not swapped one.
+    """The layers with the functions that the mode needs, except where the caller has swapped one.
 
-    While generating `on_gpu` the usual functions run kernels that take each row alone, and stay; gradients and the CPU
-    need functions of their own.
+    In generation `on_gpu` the kernels of `norm`, `attend` and `activation` already compute each row independently, so
+    these stay; gradients and the CPU need other functions.
     """
     if numerics == "default":
         return layers
@@ -92,7 +92,7 @@ def _flat_linear(x: Tensor, p: Tensor) -> Tensor:
 
 
 def norm(p: Float[Tensor, " H"], x: Float[Tensor, "... H"], ctx: Context) -> Float[Tensor, "... H"]:
-    """`layers.norm`; on a GPU by the kernel that takes each row in one program."""
+    """`layers.norm`; on a GPU by the kernel that computes each row in one program."""
     if not by_kernels(x):
         return plain.norm(p, x, ctx)
 
@@ -103,9 +103,9 @@ def norm(p: Float[Tensor, " H"], x: Float[Tensor, "... H"], ctx: Context) -> Flo
 
 
 def activation(gate_up: Float[Tensor, "... two_I"], ctx: Context) -> Float[Tensor, "... I"]:
-    """`layers.activation` with a SiLU that rounds alike wherever an element stands.
+    """`layers.activation` with a SiLU whose rounding does not depend on an element's position.
 
-    On a CPU the library's own takes the elements past the last full vector by another exponential.
+    On a CPU the library's SiLU uses another exponential for the elements after the last full vector.
     """
     if by_kernels(gate_up):
 
@@ -124,7 +124,7 @@ def usual_activation(gate_up: Float[Tensor, "... two_I"]) -> Float[Tensor, "... 
 
 
 def attention(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "T H"]:
-    """`layers.attention`, whose q and k have the same bits whether somebody looks at them or not."""
+    """`layers.attention`, whose q and k have the same bits whether or not they are captured or edited."""
     usual = ctx.layers.norm in (plain.norm, norm)
     return plain.attention(p, x, ctx, heads_by_kernel if by_kernels(x) and usual else None)
 

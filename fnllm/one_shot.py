@@ -1,4 +1,4 @@
-"""An all-reduce in one kernel that writes to the other ranks' memory over NVLink (effect: it makes that memory).
+"""A one-kernel all-reduce that writes to the other ranks' memory over NVLink (effect: allocates that memory).
 
 Decode steps sum kilobytes to a few megabytes many times; there the time goes into starting a collective and waiting for
 all to have arrived, and not into moving bytes. The kernel is `push_sum`; the memory is PyTorch's symmetric memory,

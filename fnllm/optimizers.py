@@ -18,8 +18,8 @@ def count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def written_uncounted(optimizer: Optimizer) -> list[Tensor]:
     """The weights that a step may have written without a count in `tensor._version`.
 
-    Those are what the kernels of `fused=True` write, and what optimizers from elsewhere do, by kernels of their own or
-    through `.data`. All others are left alone: a graph that holds a weight that was not written must go backward still.
+    Those are the weights that kernels of `fused=True` write, and those that third-party optimizers write, by their own
+    kernels or through `.data`. Others are not counted: autograd graphs that hold an unwritten weight must still work.
     """
     foreign = not type(optimizer).__module__.startswith("torch.")
     groups = [one for one in optimizer.param_groups if one.get("fused") or foreign and not one.get("differentiable")]

@@ -1,4 +1,4 @@
-"""Engine options: a validated value, and the pure functions that turn it into sizes."""
+"""Engine options: an immutable, validated value, and the pure functions that turn it into sizes."""
 
 import dataclasses
 import functools
@@ -29,20 +29,24 @@ ELSEWHERE = {
 @functools.partial(named_options, elsewhere=ELSEWHERE)
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What is chosen once for an engine; None lets the engine choose. Raises ValueError that names the option."""
+    """Options of an engine, also accepted by `generate` and `stream`; None lets the engine choose.
 
-    max_model_len: int | None = None  # tokens of one sequence, prompt and output; None: what the model was made for
-    max_num_seqs: int = 256  # sequences that run at a time
-    max_num_batched_tokens: int | None = None  # tokens of one step; None: 8192 on a GPU, 2048 on a CPU
+    `compile` is "none" (eager), "graphs" (eager in CUDA graphs, no compile time), "inductor" (torch.compile) or
+    "reduce-overhead" (torch.compile in CUDA graphs). Raises TypeError or ValueError that names the option.
+    """
+
+    max_model_len: int | None = None  # most tokens of one sequence, prompt and output; None: max_position_embeddings
+    max_num_seqs: int = 256  # most sequences that run at a time
+    max_num_batched_tokens: int | None = None  # most tokens of one step; None: 8192 on a GPU, 2048 on a CPU
     block_size: int | None = None  # tokens of a cache block; None: 128 on a GPU, 16 on a CPU
-    num_blocks: int | None = None  # cache blocks; None: what fits in memory and the load can use
+    num_blocks: int | None = None  # cache blocks; None: as many as fit in memory, but no more than can be used
     utilization: float | None = None  # share of the device's memory that may be used; None: 0.9 of a GPU, 0.2 of a host
-    prefix_cache: bool = True
-    chunked_prefill: bool = True
-    max_chunk: int | None = None  # tokens of one prefill chunk; None: the whole budget
-    compile: str | None = None  # none, graphs, inductor, reduce-overhead; None: reduce-overhead on a GPU, none on a CPU
-    attention: str | None = None  # backend: reference, triton, fa3, fa2; None: the best that is installed
-    numerics: str = "default"  # batch_invariant: a request's bits do not depend on what runs beside it
+    prefix_cache: bool = True  # reuse cached blocks of equal prompt beginnings
+    chunked_prefill: bool = True  # a prompt may take several steps; False: it waits for a step that holds all of it
+    max_chunk: int | None = None  # most tokens of one prefill chunk; None: max_num_batched_tokens
+    compile: str | None = None  # see above; None: reduce-overhead on a GPU, none on a CPU
+    attention: str | None = None  # backend: reference, triton, fa3, fa2; None: the fastest one installed
+    numerics: str = "default"  # or batch_invariant: a request's bits do not depend on what else is in its batch
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -61,12 +65,13 @@ class EngineOptions:
         check_numerics(self.numerics)
         if self.numerics == "batch_invariant" and self.compile in TRACED_MODES:
             raise ValueError(
-                "numerics='batch_invariant' runs the functions as they are, with compile='none' or 'graphs': code that "
-                f"is fused anew for other sizes rounds otherwise; found compile={self.compile!r}"
+                "numerics='batch_invariant' needs compile='none' or 'graphs', since code that is compiled for other "
+                f"sizes may round differently; found compile={self.compile!r}"
             )
         if self.numerics == "batch_invariant" and self.attention not in (None, BACKEND):
             raise ValueError(
-                f"numerics='batch_invariant' has an attention of its own; found attention={self.attention!r}"
+                f"numerics='batch_invariant' uses its own attention backend; found attention={self.attention!r}, leave "
+                "it out"
             )
 
 
@@ -120,7 +125,7 @@ def resolve(options: EngineOptions, config: ModelConfig, on_gpu: bool) -> Settin
         raise ValueError(
             f"max_model_len={options.max_model_len} is more than the {limit} positions this model was made for "
             f"(max_position_embeddings={config.max_position_embeddings}, rope scaling {config.rope.rope_type!r}); "
-            f"beyond them its text falls apart: use {limit} or less, or a config with a rope scaling that reaches it"
+            f"beyond them its output is not meaningful: use {limit} or less, or a config whose rope scaling extends it"
         )
     if options.compile in CAPTURED_MODES and not on_gpu:
         raise ValueError(

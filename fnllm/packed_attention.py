@@ -1,4 +1,4 @@
-"""Attention over whole sequences without a cache: plain torch, differentiable, what `score` uses."""
+"""Attention over whole sequences without a cache, for `score`: plain torch, differentiable."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Whether the parameters that a caller gives are what the layer functions will read, said before anything runs."""
+"""Checking a caller's parameters against what the layer functions will read, before anything runs."""
 
 import os
 from collections.abc import Mapping
@@ -25,10 +25,10 @@ HANDED: Mapping[str, tuple[str, ...]] = {
 
 
 def check_model(params: Any, layers: Any) -> Layers:
-    """The layer functions that a caller means, None being the usual ones, once the parameters are what they read.
+    """The layer functions to use (None: the defaults), after a check that the parameters fit them.
 
-    Raises TypeError for what is no `Params` or no `Layers`, and ValueError that names a leaf of the tree that is
-    missing, is of another shape or dtype, or that nothing reads.
+    Raises TypeError unless `params` is a `Params` and `layers` a `Layers`, and ValueError that names a leaf of the tree
+    that is missing, has another shape or dtype, or is read by nothing.
     """
     check_params_given(params)
     layers = check_layers(layers, params.config)
@@ -40,7 +40,7 @@ def check_model(params: Any, layers: Any) -> Layers:
 
 
 def check_params_given(params: Any) -> None:
-    """Raise TypeError for what no `load` returned, such as the path of a checkpoint."""
+    """Raise TypeError unless `params` is what `load` returns, and not, say, the path of a checkpoint."""
     if not isinstance(params, Params):
         advice = f"; load it first: fnllm.load({str(params)!r})" if isinstance(params, (str, os.PathLike)) else ""
         raise TypeError(f"params must be what fnllm.load returns, found {kind(params)}{advice}")

@@ -1,4 +1,4 @@
-"""One line on a terminal that says how far a call is, with prefill and decode tokens/s."""
+"""A progress line on the terminal, with prefill and decode tokens/s."""
 
 import shutil
 import sys

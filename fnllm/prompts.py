@@ -1,4 +1,4 @@
-"""Prompts in every form a caller may give, to token ids, each checked before anything runs."""
+"""Converting prompts of every form to token ids, each checked before anything runs."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,13 @@ def normalise(
     chat: Mapping[str, Any] | None = None,
     name: str = "prompt",
 ) -> tuple[TokenIds | Exception, ...]:
-    """The ids of one prompt, or of each in a list of prompts.
+    """The token ids of one prompt, or of each prompt in a list.
 
-    A list whose first element is an integer is one prompt of ids, one whose first element is a dict is one chat; a
-    string and a one-axis integer array are one prompt. An empty list is no prompt at all. `vocab_size` is the
-    model's. `chat` are options for chats (tools, enable_thinking, add_generation_prompt, template variables).
-    With errors="return" a refused prompt's TypeError or ValueError stands in its place; with "raise" the first is
-    raised. What is no list of prompts is always raised. `name` is what errors call a prompt.
+    A list whose first element is an integer is one prompt of ids; a list whose first element is a dict is one chat; a
+    string or a one-axis integer array is one prompt. An empty list means no prompts. `vocab_size` is the model's.
+    `chat` holds options for chats (tools, enable_thinking, add_generation_prompt, template variables). With
+    errors="return" the TypeError or ValueError of a refused prompt takes its place in the result; with "raise" the
+    first one is raised. Anything but a list of prompts always raises. `name` is what errors call a prompt.
     """
     if errors not in ("raise", "return"):
         raise ValueError(f"errors must be 'raise' or 'return', found {errors!r}")
@@ -53,9 +53,9 @@ def normalise(
 
 
 def pair_sampling(count: int, sampling: Any) -> tuple[Sampling, ...]:
-    """One Sampling for each of `count` prompts: the one given (None: the defaults), or a list that must have as many.
+    """One Sampling for each of `count` prompts, from a single one (None: the defaults) or a list of that length.
 
-    Raises TypeError for what is no Sampling, ValueError for a list of another length.
+    Raises TypeError for other types, ValueError for a list of another length.
     """
     if sampling is None or isinstance(sampling, Sampling):
         return (sampling or Sampling(),) * count
@@ -73,7 +73,7 @@ def pair_sampling(count: int, sampling: Any) -> tuple[Sampling, ...]:
 
 
 def check_ids(name: str, ids: Sequence[Any], vocab_size: int) -> TokenIds:
-    """Token ids, looked through; TypeError or ValueError that begins with `name` for what is no id of the model."""
+    """The token ids, checked. Raises TypeError or ValueError that begins with `name` unless all are the model's ids."""
     checked = _attempt(name, _checked_ids, ids, vocab_size)
     if isinstance(checked, Exception):
         raise checked

@@ -1,4 +1,4 @@
-"""Reading a step's results back without stopping the device (effect): copies into pinned memory behind an event."""
+"""Reading a step's results back without stopping the device (effect): copies into pinned memory, then an event."""
 
 from typing import NamedTuple
 
@@ -10,25 +10,27 @@ from fnllm.step import StepOutput
 
 
 class Readback(NamedTuple):
-    """Results of one launched step on their way to the host."""
+    """Results of one launched step while they are copied to the host: one row for each entry of the plan."""
 
-    ids: Tensor  # pinned, valid once `event` has happened
-    logprob: Tensor | None
-    top_ids: Tensor | None
-    top_logprobs: Tensor | None
-    captured: dict[str, Tensor]  # stay on the device
+    ids: Tensor  # [B], pinned, valid once `event` has happened
+    logprob: Tensor | None  # [B], natural log
+    top_ids: Tensor | None  # [B, n], most likely first
+    top_logprobs: Tensor | None  # [B, n]
+    captured: dict[str, Tensor]  # site -> [captured tokens, *width]; stays on the device
     event: "torch.cuda.Event | None"
 
     def wait(self) -> np.ndarray:
-        """The sampled ids, once they are here."""
+        """Wait for the copy and return the sampled ids."""
         if self.event is not None:
             self.event.synchronize()
         return self.ids.numpy()
 
 
 def read_back(output: StepOutput, captured_tokens: int) -> Readback:
-    """Start copying a step's output to the host; captured activations are cut to what was asked for and cloned, since
-    the next step writes over the buffers of this one."""
+    """Start copying a step's output to the host; captured activations are cut to the requested tokens and cloned.
+
+    They are cloned because the next step overwrites this one's buffers.
+    """
     sampled = output.sampled
     captured = {site: x[:captured_tokens].clone() for site, x in output.captured.items()}
     parts = [sampled.ids, sampled.logprob, sampled.top_ids, sampled.top_logprobs]

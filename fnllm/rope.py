@@ -61,9 +61,9 @@ def make_rope(config: ModelConfig, device: str | torch.device = "cpu") -> Rope:
 
 
 def context_limit(config: ModelConfig) -> int | None:
-    """Tokens that the positions of a model were made for; None for dynamic scaling, which stretches as it goes.
+    """The number of positions that a model was made for; None for dynamic scaling, which extends with the length.
 
-    `max_position_embeddings`, which linear and YaRN scalings stretch by their factor unless the config has done so.
+    It is `max_position_embeddings`, times the factor of linear and YaRN scalings unless the config includes it already.
     """
     rope, given = config.rope, config.max_position_embeddings
     if rope.rope_type == "dynamic":
@@ -74,7 +74,7 @@ def context_limit(config: ModelConfig) -> int | None:
 
 
 def longest_shared(config: ModelConfig) -> int | None:
-    """Tokens of the longest prompt whose keys may serve another one; None: of any.
+    """Tokens of the longest prompt whose keys other prompts may share; None: no limit.
 
     Dynamic and longrope scalings give all keys of a longer prompt angles of its own length.
     """
@@ -124,7 +124,7 @@ def apply_rope(
 
 
 def _given(rope: RopeConfig, *names: str) -> list[Any]:
-    """Values of settings that a scaling cannot do without."""
+    """The values of settings that a scaling requires."""
     values = [getattr(rope, name) for name in names]
     if None in values:
         raise ValueError(f"rope scaling {rope.rope_type!r} needs {', '.join(names)}, found {values}")

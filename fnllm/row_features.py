@@ -1,4 +1,4 @@
-"""What the sampler must do for the running rows, looked up again only when the batch has other rows."""
+"""The sampler features that the running rows need, looked up again only when the rows change."""
 
 import functools
 from collections.abc import Sequence

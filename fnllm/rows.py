@@ -13,7 +13,7 @@ from fnllm.taps import Choice
 
 
 def empty_rows(max_num_seqs: int, max_blocks: int, max_model_len: int, device: torch.device) -> Rows:
-    """Rows of which none runs, and the scratch row behind them."""
+    """Empty rows, and the scratch row after them."""
     count = max_num_seqs + 1
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

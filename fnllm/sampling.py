@@ -1,4 +1,4 @@
-"""How one request is sampled and when it ends: an immutable, validated value."""
+"""Sampling settings and stop conditions of one request: an immutable, validated value."""
 
 import dataclasses
 import difflib
@@ -65,32 +65,33 @@ def named_options(cls: type[T], elsewhere: Mapping[str, str] = MappingProxyType(
 @named_options
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampling settings and end conditions of one request; hashable, change it with `dataclasses.replace`.
+    """Sampling settings and stop conditions of one request; hashable; change it with `dataclasses.replace`.
 
-    Numbers may be Python or numpy scalars (bools are refused) and are stored as plain int and float. Raises
-    TypeError or ValueError that names the option, the value found and what is allowed.
+    Order of application: logits_fn, penalties, logit_bias, min_tokens, temperature, top_k, top_p, min_p. Numbers may be
+    Python or numpy scalars (bools are refused) and are stored as plain int and float. Raises TypeError or ValueError
+    that names the option, the value found and what is allowed.
     """
 
     temperature: float = 1.0  # 0 takes the most likely token; the lowest id wins a tie
     top_k: int = 0  # keep the k most likely tokens; 0 keeps all
-    top_p: float = 1.0  # keep the smallest set of most likely tokens whose probability reaches this
+    top_p: float = 1.0  # keep the smallest set of most likely tokens whose probabilities sum to at least this
     min_p: float = 0.0  # drop tokens less likely than this times the most likely one
-    repetition_penalty: float = 1.0  # over prompt and output; 1 is none
-    presence_penalty: float = 0.0  # over the output
-    frequency_penalty: float = 0.0  # over the output
-    logit_bias: Any = ()  # mapping id -> number to add (-inf forbids); stored as pairs sorted by id
-    seed: int | None = None  # None: from the seed of the call
-    max_tokens: int = 128  # new tokens at most; 0 only reads the prompt
-    min_tokens: int = 0  # no end by eos, stop id or stop string before this many new tokens
-    stop: Any = ()  # one string or several; stored as a tuple
-    stop_token_ids: Any = ()  # stored as a sorted tuple; united with the model's eos ids
+    repetition_penalty: float = 1.0  # for tokens of prompt and output; 1 is none
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the output
+    frequency_penalty: float = 0.0  # subtracted once for each time that the token is in the output
+    logit_bias: Any = ()  # mapping id -> number to add to its logit (-inf forbids); stored as pairs sorted by id
+    seed: int | None = None  # None: derived from the seed of the call
+    max_tokens: int = 128  # most new tokens; 0 only computes the prompt
+    min_tokens: int = 0  # no eos, stop id or stop string ends the request before this many new tokens
+    stop: Any = ()  # one string or several that end the request; stored as a tuple
+    stop_token_ids: Any = ()  # ids that end the request, besides the model's eos ids; stored as a sorted tuple
     ignore_eos: bool = False  # the model's eos ids do not end the request; stop_token_ids still do
-    include_stop: bool = False  # leave the stop string or stop token in the text
+    include_stop: bool = False  # keep the stop string or stop token in the text
     n: int = 1  # independent samples of the prompt
-    logprobs: int | None = None  # this many most likely alternatives per new token; 0 for the chosen token alone
+    logprobs: int | None = None  # this many most likely alternatives per new token; 0: only the chosen token
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
-    # Pure (logits [rows, vocabulary], history) -> logits, before the rest; called for all rows of a batch at once, of
-    # which those of requests with another function mean nothing to it.
+    # Pure (logits [rows, vocabulary], history) -> logits. Called once for all rows of a batch; its results for rows of
+    # other requests are not used.
     logits_fn: Callable | None = None
 
     def __post_init__(self) -> None:
@@ -156,15 +157,14 @@ def check_sampling(sampling: Any, *, vocab_size: int, has_tokenizer: bool = True
 
 
 def check_seed(name: str, value: Any) -> int:
-    """A seed as a plain int; TypeError or ValueError that begins with `name` for what is none."""
+    """A seed as a plain int; TypeError or ValueError that begins with `name` for other values."""
     return _integer(name, value, low=0, high=MAX_SEED)
 
 
 def from_defaults(defaults: Iterable[tuple[str, Any]], **options: Any) -> Sampling:
     """The settings a checkpoint's generation_config recommends, with the caller's options over them.
 
-    `defaults` are (name, value) pairs; names that no option has are not for us and are left out, `do_sample` false
-    means greedy.
+    `defaults` are (name, value) pairs; names that are not options are ignored, and `do_sample` false means greedy.
     """
     found = dict(defaults)
     names = {field.name for field in dataclasses.fields(Sampling)}
@@ -207,7 +207,7 @@ def check_number(
     high: float | None = None,
     forbids: bool = False,  # -inf is one, too
 ) -> float:
-    """A number within its bounds as a plain float; TypeError or ValueError that begins with `name` for what is none."""
+    """A number within its bounds as a plain float; TypeError or ValueError that begins with `name` for other values."""
     try:
         number = None if _is_bool(value) or isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens: the same functions as generation, without a cache, and differentiable."""
+"""Log-probabilities of given tokens: the layer functions of generation, without a cache, and differentiable."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -34,10 +34,10 @@ HEAD_ROWS = 1024  # rows of logits that exist at a time
 
 
 class Scored(NamedTuple):
-    """A sequence's score with the activations that were captured."""
+    """The log-probabilities of one sequence and its captured activations."""
 
-    logprobs: Float[Tensor, " len_minus_1"]
-    captured: dict[str, Tensor]  # site -> Float[Tensor, "tokens width"]
+    logprobs: Float[Tensor, " len_minus_1"]  # natural logs
+    captured: dict[str, Tensor]  # site -> Float[Tensor, "tokens *width"]
     captured_at: tuple[int, ...]  # positions of those tokens
 
 
@@ -61,15 +61,22 @@ def score(
     max_batched_tokens: int = 16384,
     tp: TensorParallel | None = None,
 ) -> list[Any]:
-    """Log-probability of each token after the first, given those before it: a Float[Tensor, "len-1"] per text or ids.
+    """Natural log-probability of each token given those before it: a Float[Tensor, "len-1"] for each sequence.
 
-    From raw logits, without temperature or filters. Differentiable with respect to `params.tree`, and to the values of
-    edits, in grad mode; `checkpoint` recomputes each sublayer in the backward pass instead of keeping its activations.
-    With `capture` (as in `generate`; a sequence counts as a prompt) the results are `Scored`. `numerics` as in
-    `EngineOptions`. Sequences are packed in their order into passes of at most `max_batched_tokens` tokens, counting
-    each as long as the longest of its pass (a longer one makes a pass of its own). Under torchrun every rank makes the
-    same call; calls that differ are refused on all of them. Raises ValueError for an empty sequence, an id outside the
-    vocabulary, or a limit below one token.
+    `sequences` is a text, a list of token ids or a chat, or a list of these. The first token of each has no score.
+    Scores are computed from the raw logits, without temperature or filters. In grad mode they are differentiable with
+    respect to `params.tree` and to the values of edits.
+
+    - `layers`, `edits`: as in `generate`.
+    - `capture`: as in `generate`, where a sequence counts as a prompt; the results are then `Scored`.
+    - `checkpoint`: recompute each sublayer in the backward pass instead of keeping its activations.
+    - `numerics`: as in `EngineOptions`.
+    - `max_batched_tokens`: sequences are packed in order into forward passes of at most this many tokens, where each
+      counts as long as the longest of its pass. A longer sequence gets its own pass.
+    - `tp`: the group of ranks that holds the shards. None: the ranks that torchrun started.
+
+    Under torchrun every rank must make the same call; calls that differ are refused on all ranks. Raises TypeError or
+    ValueError for an empty sequence, an id outside the vocabulary, a wrong argument, or gradients over several ranks.
     """
     layers = check_model(params, layers)
     given = list(sequences) if isinstance(sequences, Iterator) else sequences

@@ -16,10 +16,10 @@ from fnllm_weights import ModelConfig
 
 @dataclass(frozen=True, repr=False)
 class State:
-    """All requests of an engine and where their cache blocks lie; any state may be kept and continued later.
+    """All requests of an engine and the cache blocks they use; any state may be kept and continued later.
 
-    `clock` says up to which step of the machine the cache holds what this state expects of it; `flights` are the steps
-    that were launched and not collected, oldest first, each as its machine's name and clock.
+    `clock` is the last step of the machine that this state knows of; blocks written later are recomputed. `flights` are
+    the steps that were launched and not yet collected, oldest first, each as its machine's name and clock.
     """
 
     scheduler: SchedulerState
@@ -33,11 +33,14 @@ class State:
 
     def __repr__(self) -> str:
         now = scheduler.metrics(self.scheduler)
-        return f"State({now.running} running, {now.waiting} waiting, {now.kept} kept; fnllm.show prints the blocks)"
+        return f"State({now.running} running, {now.waiting} waiting, {now.kept} kept; fnllm.show lists the blocks)"
 
 
 def add(state: State, request: Request) -> tuple[State, int]:
-    """Queue a request; returns its sequence's id. Raises ValueError if it can never fit, or is another model's."""
+    """Queue a request made by `engine.request`; returns the new state and the id of its sequence.
+
+    Raises ValueError if the request can never fit, or has token ids that the model does not have.
+    """
     check_state(state)
     if not isinstance(request, Request):
         raise TypeError(f"request must be what engine.request returns, found {type(request).__name__}")
@@ -54,9 +57,10 @@ def add_all(state: State, requests: Collection[Request]) -> tuple[State, list[in
 
 
 def fork(state: State, seq_id: int, *, seed: SupportsIndex | None = None) -> tuple[State, int]:
-    """A second sequence with the same tokens, sharing full blocks; returns its id.
+    """Copy a sequence, sharing its full cache blocks; returns the new state and the copy's id.
 
-    A draw depends on seed, position and logits alone: without a seed of its own the fork goes on as its parent does.
+    A drawn token depends only on seed, position and logits, so without a new `seed` the copy continues as its parent.
+    The copy of a sequence that has ended has ended too; `append` continues it.
     """
     check_sequence(state, seq_id)
     if seed is not None:
@@ -70,11 +74,11 @@ def fork(state: State, seq_id: int, *, seed: SupportsIndex | None = None) -> tup
 
 
 def append(state: State, seq_id: int, tokens: Sequence[int] = (), *, max_tokens: int | None = None) -> State:
-    """Put tokens behind a sequence and let it go on, for `max_tokens` more (None: as its request says).
+    """Append tokens to a sequence and let it continue for `max_tokens` more (None: those of its request).
 
-    It goes on as a prompt of all its tokens would. Where a rope scaling turns the keys of a prompt of that length by
-    other angles than those that it has, they are computed again. Raises ValueError for ids outside the vocabulary, and
-    for more tokens than can ever run.
+    It continues as if all its tokens were the prompt. If the rope scaling gives a prompt of that length other rotary
+    angles, its keys are computed again. Raises ValueError for ids outside the vocabulary, and for more tokens than the
+    engine can ever run.
     """
     check_sequence(state, seq_id)
     if not isinstance(tokens, Iterable):
@@ -99,16 +103,20 @@ def may_share(prompt_length: int, longest: int | None) -> bool:
 
 
 def truncate(state: State, seq_id: int, length: int) -> State:
-    """Cut a sequence back to its first `length` tokens; a prompt cut short may be computed again, see `append`."""
+    """Cut a sequence back to its first `length` tokens; it continues from there unless it has ended.
+
+    If this shortens the prompt, its keys may have to be computed again, see `append`. Raises ValueError for a length of
+    less than 1 or more than the tokens so far.
+    """
     check_sequence(state, seq_id)
     planned = scheduler.truncate(state.scheduler, seq_id, length)
     return replace(state, scheduler=with_own_angles(state, planned, seq_id))
 
 
 def with_own_angles(state: State, changed: SchedulerState, seq_id: int) -> SchedulerState:
-    """The changed state, in which a sequence has lost its keys if a prompt as long as its own now has others.
+    """The changed state, where the sequence's keys are dropped if a prompt of its new length has other angles.
 
-    Those it would get if it were preempted, and its tokens do not depend on that.
+    After a preemption it would get those angles, and its tokens must not depend on preemption.
     """
     before, after = (one.sequences[seq_id].prompt_len for one in (state.scheduler, changed))
     if turned_otherwise(min(before, after), max(before, after), state.longest_shared, state.by_length):
@@ -117,38 +125,41 @@ def with_own_angles(state: State, changed: SchedulerState, seq_id: int) -> Sched
 
 
 def finish(state: State, seq_id: int, reason: str) -> State:
-    """End a sequence; a kept one stays addressable."""
+    """End a sequence with a `reason` of your choice; its tokens stay in the state, and `append` continues it.
+
+    Raises ValueError for a sequence that has ended already.
+    """
     check_sequence(state, seq_id)
     return replace(state, scheduler=scheduler.finish(state.scheduler, seq_id, reason))
 
 
 def abort(state: State, seq_id: int) -> State:
-    """Drop a sequence and everything known of it."""
+    """Remove a sequence from the state, with its tokens."""
     check_sequence(state, seq_id)
     return replace(state, scheduler=scheduler.abort(state.scheduler, seq_id))
 
 
 def tokens(state: State, seq_id: int) -> tuple[int, ...]:
-    """The known tokens of a sequence, prompt and output."""
+    """The tokens of a sequence so far: prompt and output."""
     check_sequence(state, seq_id)
     return scheduler.tokens(state.scheduler, seq_id)
 
 
 def show(state: State) -> str:
-    """Block tables, and who shares what, for a person to read."""
+    """A readable text of the block tables, and of which sequences share blocks."""
     check_state(state)
     return scheduler.show(state.scheduler)
 
 
 def check_sequence(state: Any, seq_id: Any) -> None:
-    """Raise TypeError for what is no state, or can be no sequence's id."""
+    """Raise TypeError unless `state` is a State and `seq_id` an integer."""
     check_state(state)
     if not isinstance(seq_id, SupportsIndex) or isinstance(seq_id, bool):
         raise TypeError(f"seq_id must be an integer, as add and fork return it beside the state; found {seq_id!r}")
 
 
 def check_state(state: Any) -> None:
-    """Raise TypeError for what is no state, such as the pair that a function returned."""
+    """Raise TypeError unless `state` is a State, and not, say, the pair that a function returned."""
     if not isinstance(state, State):
         advice = ": it comes first in what add, fork and engine.step return" if isinstance(state, tuple) else ""
         raise TypeError(f"state must be a fnllm.State, found {type(state).__name__}{advice}")

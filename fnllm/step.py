@@ -1,4 +1,4 @@
-"""One step of the engine as a pure function: batch, forward, head, sampling, and the rows moved on."""
+"""One step of the engine as a pure function: batch, forward, head, sampling, and the advanced rows."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from fnllm_weights import LocalSizes, ModelConfig, ParamTree
 
 @dataclass(frozen=True)
 class StepSpec:
-    """What is fixed in a compiled step. Two equal specs may share one compiled function."""
+    """The static settings of a compiled step. Two equal specs may share one compiled function."""
 
     config: ModelConfig
     sizes: LocalSizes
@@ -55,10 +55,10 @@ def step(
     max_seqlen: int,
     max_context: int = 0,
 ) -> tuple[Rows, StepOutput]:
-    """Run the batch that `inputs` names and sample one token for each of its entries.
+    """Run the batch that `inputs` describes and sample one token for each of its entries.
 
-    `max_seqlen` bounds the queries of an entry, `max_context` (0: the block tables' width) its keys. Pure but for the
-    cache, into which `fnllm::store_kv`, or an op that does more, writes the new keys and values.
+    `max_seqlen` bounds the queries of an entry, `max_context` (0: the block tables' width) its keys. Pure except for
+    the cache, into which `fnllm::store_kv`, or a fused op, writes the new keys and values.
     """
     decode = inputs.token_ids is None
     if decode:
@@ -87,7 +87,7 @@ def step(
 
 
 def head_tokens(inputs: StepInputs, taps: Taps) -> Int[Tensor, " W"] | None:
-    """The tokens that pass the head: each entry's last, and behind them those whose logits are captured; None: all."""
+    """The tokens that need the head: each entry's last, followed by those whose logits are captured; None: all."""
     if inputs.token_ids is not None:
         entries = (inputs.cu_seqlens[1:] - 1).clamp(min=0)
     elif "logits" in taps.capture:

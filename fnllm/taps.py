@@ -1,7 +1,7 @@
 """Named places in the forward pass where activations are captured and edited.
 
-A `Tap` costs nothing where nobody looks: sites, edit functions and shapes are fixed in a compiled step; which request
-is edited, with which values, and which tokens are captured are tensors, so a mixed batch compiles once.
+Sites that are not used cost nothing. Sites, edit functions and shapes are fixed in a compiled step. Which requests are
+edited, with which values, and which tokens are captured are tensors, so a mixed batch compiles once.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class Choice(NamedTuple):
-    """Who uses one channel, and with what: one entry per row (or per sequence of a batch)."""
+    """Which rows (or sequences of a batch) use one channel, and their values: one entry per row."""
 
     active: Bool[Tensor, " R"]
-    values: tuple[Tensor, ...]  # each [R, *shape]; of inactive rows any
+    values: tuple[Tensor, ...]  # each [R, *shape]; arbitrary for inactive rows
 
 
 class Taps(NamedTuple):
     """What to capture and edit in one forward pass.
 
-    `captured` is the one write-only collector of a forward pass: created for it, filled in it, and returned beside its
-    result. Nothing reads it while the pass runs.
+    `captured` is the one write-only collector of a forward pass: it is created for the pass, filled during it, and
+    returned with its result. Nothing reads it while the pass runs.
     """
 
     capture: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class Taps(NamedTuple):
 
     @property
     def idle(self) -> bool:
-        """Whether nobody looks anywhere; asked first, since a step that is traced pays for every line it runs."""
+        """Whether nothing is captured or edited; checked first, since tracing a step pays for every line it runs."""
         return not self.capture and not self.edits
 
     def wants(self, site: str) -> bool:
@@ -74,8 +74,8 @@ def edited(x: Tensor, channel: Channel, choice: Choice, ctx: "Context") -> Tenso
     width = width_given(channel)
     if width is not None and width != tuple(x.shape[1:]):
         raise ValueError(
-            f"the edit {name_of(channel.apply)} at {channel.site} is made for activations of shape {width}; there each "
-            f"token's are {tuple(x.shape[1:])}{part_of(channel.site, ctx)}"
+            f"the edit {name_of(channel.apply)} at {channel.site} has values for activations of shape {width}; a token "
+            f"there has shape {tuple(x.shape[1:])}{part_of(channel.site, ctx)}"
         )
     # A copy, which costs a compiled step nothing where nobody writes to it: `x` is other sequences' too.
     y = channel.apply(x.clone(), ctx, *values_for(channel, choice.values, entry))
@@ -92,7 +92,7 @@ def part_of(site: str, ctx: "Context") -> str:
     """Words for an error where a rank sees only a part of the activation; none where it sees the whole."""
     if ctx.tp.size == 1 or site.rpartition(".")[2] not in ("q", "k", "v", "logits"):
         return ""
-    return f", the part of one of {ctx.tp.size} ranks: use a fnllm.Edit whose function takes its part by ctx.tp.rank"
+    return f", the part of one of {ctx.tp.size} ranks: use a fnllm.Edit whose function selects its part by ctx.tp.rank"
 
 
 def whole_sites(captured: dict[str, Tensor], config: ModelConfig, tp: TensorParallel) -> dict[str, Tensor]:

@@ -1,9 +1,9 @@
-"""Tensor parallelism as a value: who I am, how many we are, and the three exchanges that sharded functions need.
+"""Tensor parallelism as a value: this rank, the number of ranks, and the three collectives of sharded functions.
 
-A function that communicates takes a `TensorParallel` argument; nothing else in a step talks to other ranks. The makers:
-`SINGLE` (one rank, every exchange is the identity), `process_group_tp` (torch.distributed, inside a compiled graph as
-well), `one_shot_tp` (sums through the GPUs' own memory) and `simulate` (N ranks as threads of one process, for tests
-and experiments).
+A function that communicates takes a `TensorParallel` argument; nothing else in a step communicates with other ranks.
+There are `SINGLE` (one rank, every collective is the identity), `process_group_tp` (torch.distributed, also inside a
+compiled graph), `one_shot_tp` (sums through the GPUs' memory) and `simulate` (N ranks as threads of one process, for
+tests and experiments).
 """
 
 import threading
@@ -17,16 +17,20 @@ from torch import Tensor
 
 @runtime_checkable
 class TensorParallel(Protocol):
-    """This rank's place among `size` ranks, and the exchanges; hashable, so a compiled step may close over it.
+    """This rank's index among `size` ranks, and the collectives; hashable, so a compiled step may close over it.
 
-    No exchange changes its argument. Every rank must make the same calls in the same order with equal shapes.
+    No collective changes its argument. Every rank must make the same calls in the same order with equal shapes.
     """
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """The index of this rank, from 0."""
+        ...
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """The number of ranks."""
+        ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of `x` over the ranks."""
@@ -37,7 +41,7 @@ class TensorParallel(Protocol):
         ...
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """The ranks' `x` concatenated along `dim`, in rank order."""
+        """The `x` of all ranks, concatenated along `dim` in rank order."""
         ...
 
 
@@ -214,7 +218,7 @@ class _Meeting:
             self.turns.pop(turn - 1, None)  # all have come to this one, so all have read the last
         calls = [brought[r][0] for r in range(self.size)]
         if len(set(calls)) > 1:
-            raise ValueError(f"the ranks met in different exchanges: {calls}; every rank must make the same calls")
+            raise ValueError(f"the ranks made different collective calls: {calls}; every rank must make the same calls")
         return [brought[r][1] for r in range(self.size)]
 
     def leave(self, rank: int) -> None:
@@ -244,7 +248,7 @@ class Simulated:
 
 
 class Simulation(NamedTuple):
-    """What `simulate` gives: each rank's result, and the exchanges that every rank made."""
+    """What `simulate` returns: each rank's result, and the collective calls that every rank made."""
 
     results: list
     calls: list[Call]
@@ -253,11 +257,11 @@ class Simulation(NamedTuple):
 def simulate(size: int, fn: Callable[..., Any], *per_rank_args: Sequence[Any]) -> Simulation:
     """Run `fn(tp, *args)` on `size` ranks in this process; each of `per_rank_args` holds one value per rank.
 
-    The ranks are threads that take the caller's grad and inference modes. The first error of a rank ends the others and
-    is raised here.
+    The ranks are threads with the caller's grad and inference modes. The first error of a rank ends the others and is
+    raised here. Gradients pass through the collectives.
 
     Raises:
-        ValueError: if an argument does not hold `size` values, or the ranks meet in different exchanges.
+        ValueError: if an argument does not hold `size` values, or the ranks make different collective calls.
     """
     for i, values in enumerate(per_rank_args):
         if len(values) != size:

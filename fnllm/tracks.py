@@ -1,4 +1,4 @@
-"""What the loop remembers of each running request, and how a step's results become chunks and completions."""
+"""The loop's record of each running request, and how a step's results become chunks and completions."""
 
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ from fnllm_weights import Params
 
 @dataclass
 class Track:
-    """One running request. Seen and changed by the loop of one `generate` or `stream` call alone."""
+    """One running request. Read and changed only by the loop of one `generate` or `stream` call."""
 
     index: int  # of its prompt
     sample: int

@@ -1,8 +1,8 @@
-"""A trial of swapped functions before they are compiled: what is wrong is said with the function's name.
+"""A trial of swapped functions before they are compiled; errors name the function.
 
-Two eager steps on padding, one with prefill chunks and one of decode, in which every swapped layer function and every
-edit is watched. They run once for each variant of the layers, so steps themselves carry no checks. A `logits_fn` is
-tried alone, before its request is queued.
+Two eager steps on padding, one with prefill chunks and one of decode, check every swapped layer function and every
+edit. They run once for each set of layers, so the steps themselves carry no checks. A `logits_fn` is tried alone,
+before its request is queued.
 """
 
 import functools
@@ -93,8 +93,8 @@ def check_reached(layers: Layers, sites: Iterable[str], reached: Collection[str]
         if site not in reached:
             name = site.rpartition(".")[2]
             raise ValueError(
-                f"nothing passes the site {site}: layers.attention ({name_of(layers.attention)}) leaves it out; write "
-                f"{name} = ctx.tap({name!r}, {name}) in it, or capture and edit elsewhere"
+                f"nothing passes the site {site}: layers.attention ({name_of(layers.attention)}) leaves it out; add "
+                f"{name} = ctx.tap({name!r}, {name}) to that function, or capture and edit at another site"
             )
 
 
@@ -112,7 +112,7 @@ def watched(
         for name, x, seen in before:
             if writes_to(x) != seen:
                 raise RuntimeError(
-                    f"{called} changed its {name} in place; others still read it: return a new tensor "
+                    f"{called} changed its {name} in place, which other functions still read: return a new tensor "
                     "(x + y, not x += y)"
                 )
         if expected is compare_sampled:

@@ -1,6 +1,6 @@
 """A time limit on waiting for the device (effect: a thread that may end the process).
 
-A captured step's collectives run on the device without the host, where no time limit of torch.distributed applies.
+Collectives of a captured step run on the device without the host, so torch.distributed's time limit does not apply.
 """
 
 import os
@@ -43,7 +43,7 @@ class Watch:
 
 
 def watch(tp: TensorParallel, device: torch.device) -> AbstractContextManager:
-    """The limit for steps on `device`; none where nobody is waited for, or where the collectives have their own."""
+    """The limit for steps on `device`; none with a single rank, or where the collectives have their own."""
     if tp.size == 1 or device.type != "cuda":
         return nullcontext()
     return Watch(timeout().total_seconds(), tp.rank)

@@ -1,4 +1,4 @@
-"""The machines of some parameters, in their `workspace`: found again, or built at first use (effect)."""
+"""The machines of given parameters, kept in their `workspace` and built at first use (effect)."""
 
 from fnllm.ambient import set_aside
 from fnllm.capture import Capture, expand

@@ -1,4 +1,4 @@
-"""Which step wrote each block of the cache last, so that no state from before it goes on with what the step left there.
+"""Which step wrote each cache block last, so that older states recompute blocks that were overwritten.
 
 The host's own account, kept from the plans: nothing is read from the device.
 """

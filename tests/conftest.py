@@ -1,4 +1,4 @@
-"""What all tests share: which kinds of test run where, and one thread for each process."""
+"""Settings shared by all tests: which kinds of test run where, and one thread for each process."""
 
 import os
 import shutil

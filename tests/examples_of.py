@@ -1,4 +1,4 @@
-"""Importing the example scripts, which are no package, so that tests can call their functions."""
+"""Importing the example scripts, which are not a package, so that tests can call their functions."""
 
 import importlib.util
 import sys

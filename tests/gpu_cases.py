@@ -1,4 +1,4 @@
-"""What GPUs are checked with: kernel problems of real shapes, made there; ways of running that may change no bit."""
+"""Cases for checks on GPUs: kernel problems of real shapes, made there; ways of running that may change no bit."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What keeps tests of compiled steps short: fewer layers, and graphs that run as torch's own operations."""
+"""Helpers that keep tests of compiled steps short: fewer layers, and graphs that run as torch's own operations."""
 
 import contextlib
 from collections.abc import Callable, Iterator

@@ -69,9 +69,9 @@ def union(a: SamplerFeatures, b: SamplerFeatures) -> SamplerFeatures:
 
 
 def in_one_order(functions: Iterable[Callable]) -> tuple[Callable, ...]:
-    """Each function once, in an order that is not that of the rows: else a step would be compiled for each of theirs.
+    """Each function once, in an order independent of the rows, since a step would be compiled for each order.
 
-    By name, for the compiler's cache on disk, and by hash where names are equal, as those of closures are.
+    The order is by name, for the compiler's cache on disk, and by hash where names are equal, as for closures.
     """
     return tuple(sorted(dict.fromkeys(functions), key=lambda function: (full_name(function), hash(function))))
 

@@ -55,7 +55,7 @@ def token_logprobs(
 ) -> Float[Tensor, " T"]:
     """log softmax(logits)[ids] per row, over all ranks' slices; -inf for ids at or above `vocab_limit`.
 
-    NaN where any logit of a row is, though it be another id's: the others alone would give a number that looks right.
+    NaN if any logit of the row is NaN, even that of another id: the rest would give a number that looks right.
     """
     raw = masked_logits(logits, vocab_start, vocab_limit)
     values = logits_at(raw, ids, vocab_start=vocab_start, tp=tp) - log_normaliser(raw, tp=tp)

@@ -1,4 +1,4 @@
-"""What each row asks of the sampler, as tensors of one entry per row."""
+"""The sampling settings of the rows, as tensors with one entry per row."""
 
 import math
 from collections.abc import Sequence

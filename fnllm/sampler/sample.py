@@ -19,7 +19,7 @@ from fnllm_kernels.sample_logits import sample_logits
 
 
 class Sampled(NamedTuple):
-    """What `sample` gives, equal on every rank. Log-probabilities are those of the raw logits, as `token_logprobs`."""
+    """The result of `sample`, equal on every rank; natural log-probabilities under the raw logits."""
 
     ids: Int[Tensor, " B"]
     logprob: Float[Tensor, " B"] | None = None
@@ -44,14 +44,14 @@ def sample(
 
     `rows` and `history` hold B rows; `positions` are those of the drawn tokens in their sequences; ids from
     `vocab_limit` on are never drawn. In order: logits_fn, penalties, bias, min_tokens, temperature, top-k, top-p,
-    min-p. Temperature 0 takes the largest logit, the lowest id on ties, whatever the filters. In place of an id a row
-    gets NAN_ID when one of its logits, or of what a logits_fn made of them, is NaN or +inf, which have no softmax, and
-    NOTHING_ID when all are -inf.
+    min-p. Temperature 0 takes the largest logit, the lowest id on ties, whatever the filters. Instead of an id, a row
+    gets NAN_ID if one of its logits, before or after logits_fn, is NaN or +inf, which have no softmax, and NOTHING_ID
+    if all are -inf.
 
-    Ranks exchange one integer per row, and for filters and log-probabilities a few more, never logits; only `logits_fn`
-    gathers them, since it sees the first `vocab_size` (default: vocab_limit) columns of the whole vocabulary.
+    Ranks exchange one integer per row, and for filters and log-probabilities a few more, but no logits. Only
+    `logits_fn` gathers them, since it gets the first `vocab_size` (default: vocab_limit) columns of the vocabulary.
 
-    `kernels` leaves noise and argmax to `fnllm::sample_logits`, one pass over the logits (default: on a GPU).
+    With `kernels` (default: on a GPU) noise and argmax are `fnllm::sample_logits`, one pass over the logits.
 
     Raises:
         ValueError: if `features` needs a history and there is none.

@@ -1,4 +1,4 @@
-"""`commit`: the sampled tokens of a step come in; blocks it filled become shareable; sequences end."""
+"""Accepting the sampled tokens of a step (`commit`): filled blocks become shareable, sequences end."""
 
 from typing import Any
 

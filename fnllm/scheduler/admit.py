@@ -1,4 +1,4 @@
-"""Giving waiting sequences a row: in order, with the prefix cache's help, never beyond what blocks and budget bear."""
+"""Giving waiting sequences a row: in order, using the prefix cache, within the blocks and the token budget."""
 
 import functools
 from collections.abc import Callable, Hashable

@@ -1,4 +1,4 @@
-"""Checks at the door, shared by the values of this package."""
+"""Checks of arguments, shared by the values of this package."""
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence

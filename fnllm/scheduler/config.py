@@ -1,4 +1,4 @@
-"""What a scheduler is given once, and the rules that follow from it alone."""
+"""The scheduler's configuration, and the limits that follow from it."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""`dataclasses.replace` for the values that change several times in every step."""
+"""A fast `dataclasses.replace` for values that change several times per step."""
 
 from typing import Any, TypeVar
 

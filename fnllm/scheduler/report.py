@@ -1,4 +1,4 @@
-"""A state for human eyes: `show` prints it, `metrics` counts it."""
+"""A state for people to read: `show` gives it as text, `metrics` counts it."""
 
 from dataclasses import dataclass
 

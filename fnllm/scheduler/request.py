@@ -1,4 +1,4 @@
-"""What a caller asks of the scheduler, and the record it keeps of each sequence."""
+"""A caller's request, and the scheduler's record of each sequence."""
 
 import operator
 from collections.abc import Hashable
@@ -13,12 +13,12 @@ from .pool import Key, Parent
 class Request:
     """A prompt and when to stop.
 
-    `max_tokens` is the number of new tokens at most; 0 computes the prompt and ends. A stop id ends the sequence once
-    at least `min_tokens` tokens came before it. `cache_key` says what else than the tokens and the weights the keys and
-    values depend on (layers, steering, ...): only equal ones share blocks, so tag each part with its kind, see
-    `make_cache_key`. `use_cache=False` neither reads nor publishes shared blocks. With `keep` the sequence stays
-    addressable after its end (for `append`, `fork`, `tokens`) until it is aborted; it holds no blocks then.
-    Raises ValueError or TypeError for an empty prompt, ids that are none, and counts that are negative or fractional.
+    `max_tokens` is the largest number of new tokens; 0 computes the prompt and ends. A stop id ends the sequence once
+    at least `min_tokens` tokens came before it. `cache_key` is what the keys and values depend on besides tokens and
+    weights (layers, steering, ...): only requests with equal ones share blocks, so tag each part with its kind, see
+    `make_cache_key`. `use_cache=False` neither reads nor publishes shared blocks. With `keep` the sequence stays in the
+    state after its end (for `append`, `fork`, `tokens`) until it is aborted, without holding blocks. Raises ValueError
+    or TypeError for an empty prompt, invalid ids, and counts that are negative or fractional.
     """
 
     prompt: tuple[int, ...] | TokenIds
@@ -51,8 +51,10 @@ class Request:
 
 
 class CacheKey(tuple):
-    """Parts that are compared with those of an equal hash alone: a function among them may be an object whose == asks
-    the tensors that it holds. A hash trie compares keys whose hashes differ, too."""
+    """Parts that are compared only if their hashes are equal: == of an object among them may compare its tensors.
+
+    A hash trie would compare keys whose hashes differ, too.
+    """
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""How a sequence leaves its row and gives up blocks: the moves that every other change of the state is made of."""
+"""How a sequence leaves its row and releases blocks: the moves that all other changes of the state consist of."""
 
 from collections.abc import Iterable
 

@@ -19,7 +19,7 @@ from .rows import Roster, Rows, empty_rows
 
 
 class Join(NamedTuple):
-    """A sequence gets a row: the device sets the row's length and block table anew."""
+    """A sequence gets a row: the device sets the row's length and block table."""
 
     row: int
     seq_id: int
@@ -31,7 +31,7 @@ class Join(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """One step of the device, which does in this order: copies, joins, table updates, then the entries.
+    """One step of the device, which carries out in this order: copies, joins, table updates, then the entries.
 
     Entry i computes `query_lens[i]` tokens of row `rows[i]` at positions from `starts[i]` on. The first `num_decode`
     entries compute one token each, the one their row sampled last; the tokens of the others are concatenated in
@@ -53,7 +53,7 @@ class Plan:
 
 
 class Finished(NamedTuple):
-    """The end of a sequence: "stop" with the stop id, or "length" without one."""
+    """The end of a sequence: reason "stop" with the stop id, or "length" or another reason without one."""
 
     seq_id: int
     reason: str
@@ -62,7 +62,7 @@ class Finished(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Events:
-    """What a commit brought: the accepted tokens in plan order, who ended, and the prefix hits of those that began.
+    """The results of a commit: accepted tokens in plan order, sequences that ended, and prefix hits of new ones.
 
     `seq_ids` and `tokens` belong together; a sequence has at most one token in a commit. `cached` holds
     (seq_id, prompt tokens found in the prefix cache) of every sequence whose first step this was.
@@ -89,7 +89,7 @@ class Counters:
 
 @dataclass(frozen=True, eq=False)
 class SchedulerState:
-    """Everything the scheduler knows. Any state stays valid for ever and can be continued in several ways."""
+    """Everything the scheduler knows. Any state stays valid and can be continued in several ways."""
 
     config: SchedulerConfig
     sequences: Map  # seq_id -> Sequence

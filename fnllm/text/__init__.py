@@ -1,1 +1,1 @@
-"""The text side of a request: ids to text as they come, and stop strings."""
+"""The text of a request: incremental detokenization and stop strings."""

@@ -1,4 +1,4 @@
-"""Ids to text as they come: the joined pieces are the text of all ids, and no character is ever split."""
+"""Incremental detokenization: the joined pieces are the text of all ids, and no character is ever split."""
 
 import codecs
 import functools

@@ -1,4 +1,4 @@
-"""A request's new ids to its text: detokenizing and stop strings in one value.
+"""From a request's new ids to its text: detokenization and stop strings in one value.
 
 `generate` and `stream` both go through this, whether text is wanted or only ids, so that they cannot differ.
 """

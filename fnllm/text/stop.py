@@ -1,6 +1,6 @@
-"""Stop strings in text that comes in pieces: found across pieces, and no part of one is shown before it is sure.
+"""Stop strings in text that comes in pieces: found across pieces, and text that may belong to one is held back.
 
-The rule: the stop string whose last character comes first wins, the longer one if two end together. So the answer
+The rule: the stop string whose last character comes first wins, the longer one if two end together. So the result
 does not depend on how the text was cut into pieces. Text ends before the stop string (after it with `include`);
 token ids are kept up to and including the one that completed it.
 """

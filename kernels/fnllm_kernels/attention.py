@@ -1,4 +1,4 @@
-"""The attention op over the paged cache: decode, chunked prefill and prefill behind a cached prefix are one call.
+"""The attention op over the paged cache: decode, chunked prefill and prefill after a cached prefix are one call.
 
 Axes: T packed tokens, B sequences, N query heads, K KV heads, D head dim, P cache blocks, S block size, M blocks per
 sequence. What runs is the caller's static choice (`backend`); `default_backend` says what suits a device.

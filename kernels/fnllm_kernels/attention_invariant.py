@@ -1,4 +1,4 @@
-"""Paged attention in plain torch whose result for a query depends on its own sequence alone, bit for bit.
+"""Batch-invariant paged attention in plain torch: a query's bits depend on its own sequence only.
 
 Axes: T packed tokens, B sequences, N query heads, K KV heads, D head dim, P cache blocks, S block size, M blocks per
 sequence, G = N / K. Queries are taken a fixed number at a time and keys in tiles at fixed positions of the sequence, so

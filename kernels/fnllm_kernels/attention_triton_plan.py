@@ -1,4 +1,4 @@
-"""How a decode step over the paged cache is divided: items, the longest sequences' first, laid down on the device.
+"""How a decode step over the paged cache is divided: items, planned on the device, the longest sequences' first.
 
 Axes: B sequences, K KV heads. An item is a piece of one sequence. Many short sequences are one item each (the direct
 form); few or long ones are cut into pieces of equal length, so that programs fill the machine. Programs start in the

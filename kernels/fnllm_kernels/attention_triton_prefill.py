@@ -1,4 +1,4 @@
-"""Prefill over the paged cache in Triton: any number of new tokens per sequence behind any cached prefix.
+"""Prefill over the paged cache in Triton: any number of new tokens per sequence after any cached prefix.
 
 Axes: T packed tokens, B sequences, N query heads, K KV heads, G = N / K, D head dim, P cache blocks, S block size,
 M blocks per sequence. A program takes BLOCK_M rows of (query, head of the group) of one sequence and KV head, so the

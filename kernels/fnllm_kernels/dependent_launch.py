@@ -1,4 +1,4 @@
-"""Programmatic dependent launch: a kernel is put on the machine while the one before it still runs.
+"""Programmatic dependent launch: a kernel starts while the previous one still runs.
 
 Such a kernel waits (`gdc_wait`) until the one before it is complete and its writes are seen, which is so of all before
 them if each waits. Until then it may read only what no kernel of a step writes: a kernel further back may be running

@@ -1,4 +1,4 @@
-"""Rows times the matrix of the group they belong to: what a mixture of experts computes once its rows are sorted.
+"""Grouped matrix product, each row times the matrix of its group: a mixture of experts once its rows are sorted.
 
 Axes: R rows, sorted by group; E groups; H their width, O that of the results. `ends` [E] says where each group ends; a
 group may be empty. Every row is multiplied with one matrix, and its result depends on no other row's values.

@@ -1,4 +1,4 @@
-"""The product of a few rows with a weight on a CPU, by whichever of torch's libraries is the fastest.
+"""The product of a few rows with a weight on a CPU, by the fastest of torch's libraries.
 
 Axes: T packed tokens, H hidden, O rows of the weight.
 """

@@ -1,4 +1,4 @@
-"""Strides: what the ops that all layers call tell torch.compile of theirs, and those that kernels read by."""
+"""Strides: those that ops declare to torch.compile, and those that kernels read by."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A product, the residual addition and the RMSNorm behind it, where the norm's kernel can finish the product's sums.
+"""A matrix product with the residual addition and RMSNorm after it, where the norm's kernel finishes the product.
 
 That kernel reads the product anyway. Where one product leaves multiprocessors without work, it is made as two halves,
 the float32 products of about half of the inputs each, and the norm's kernel adds them:

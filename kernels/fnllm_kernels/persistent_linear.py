@@ -1,4 +1,4 @@
-"""x @ w.T for many rows: a program a multiprocessor, which goes from tile to tile of the result.
+"""x @ w.T for many rows: one program per multiprocessor, which goes from tile to tile of the result.
 
 The next tile's operands are on their way while a finished one is written; the tensor memory accelerator (TMA) does
 both. Each output is one chain along the inputs, with the bits of `tiled_linear.py`. With gate and up, a tile of the

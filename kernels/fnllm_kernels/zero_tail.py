@@ -1,4 +1,4 @@
-"""Zeroing the padding rows of a packed tensor, whose number only the device knows.
+"""Zeroing the padding rows of a packed tensor, whose number is known only on the device.
 
 Axes: T packed tokens, B sequences.
 """

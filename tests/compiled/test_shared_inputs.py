@@ -1,4 +1,4 @@
-"""What a compiled step works out for all layers is written once, and not once for each op that reads it."""
+"""Tensors that a compiled step computes for all layers are written once, and not once for each op that reads them."""
 
 import ast
 

@@ -1,4 +1,4 @@
-"""What two ranks check of the compiled step: it gives what one rank's eager step gives.
+"""Checks of the compiled step on two ranks: it gives the results of one rank's eager step.
 
 Through Inductor, as users run it, goes a step with captures, edits and other layers. The checkpoints that reach all of
 the layers' code and the open step are traced in the same way, and the graph runs as torch's own operations: code

@@ -1,4 +1,4 @@
-"""What the ranks of one group check: that they give what one rank gives."""
+"""Checks that the ranks of one group give the results of one rank."""
 
 import json
 import os

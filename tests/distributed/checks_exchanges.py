@@ -1,4 +1,4 @@
-"""What the ranks check of the exchanges themselves: sums, maxima and gathers."""
+"""Checks of the collectives themselves on ranks: sums, maxima and gathers."""
 
 from collections.abc import Callable
 

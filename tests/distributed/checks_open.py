@@ -1,4 +1,4 @@
-"""What the ranks check of the open step: captures, edits, swaps and states give what one rank gives."""
+"""Checks of the open step on ranks: captures, edits, swaps and states give the results of one rank."""
 
 import itertools
 import sys

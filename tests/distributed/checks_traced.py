@@ -1,4 +1,4 @@
-"""What four ranks check of the compiled step, traced whole and run as torch's own operations.
+"""Checks of the compiled step on four ranks, traced whole and run as torch's own operations.
 
 FNLLM_TEST_INDUCTOR=traced does it for all checkpoints. On most days it is the one whose heads and vocabulary four ranks
 do not divide: in the others' steps only sizes differ from those that two ranks trace.

@@ -1,4 +1,4 @@
-"""A script of the usual few lines under torchrun, in which rank 1 goes wrong: python faulty.py KIND STEP."""
+"""A short script under torchrun in which rank 1 fails: python faulty.py KIND STEP."""
 
 import os
 import signal

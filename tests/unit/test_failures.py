@@ -1,4 +1,4 @@
-"""Requests that break off: logits with NaN, nothing left to draw, functions that return what is no logits."""
+"""Requests that fail while running: logits with NaN, no token left to draw, functions that return no logits."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Callers who mean something else, or come by another way: told what is wrong by name, or given what they meant."""
+"""Unusual calls and arguments: they get an error that names what is wrong, or the result that was meant."""
 
 import copy
 import dataclasses
@@ -61,14 +61,14 @@ WRONG = {
     "no rows to patch": (lambda: fnllm.patch(SITE, None, 0), TypeError, "rows must be a tensor, or .*; found None"),
     "narrow": (
         lambda: generate(edits=fnllm.steer(SITE, torch.ones(3))), ValueError,
-        r"add_vector at layers.0.resid_post is made for .* shape \(3,\); there each token's are \(24,\)",
+        r"add_vector at layers.0.resid_post has values for .* shape \(3,\); a token there has shape \(24,\)",
     ),
     "one head": (
         lambda: generate(edits=fnllm.steer("layers.0.q", torch.ones(4))), ValueError,
-        r"made for activations of shape \(4,\); there each token's are \(\d+, \d+\)",
+        r"has values for activations of shape \(4,\); a token there has shape \(\d+, \d+\)",
     ),
-    "a row without an axis": (lambda: fnllm.patch(SITE, torch.ones(24), 0), ValueError, r"alone is rows\[None\]"),
-    "no rows": (lambda: fnllm.patch(SITE, torch.ones(0, 24), 0), ValueError, r"one at least; found \(0, 24\)"),
+    "a row without an axis": (lambda: fnllm.patch(SITE, torch.ones(24), 0), ValueError, r"single row as rows\[None\]"),
+    "no rows": (lambda: fnllm.patch(SITE, torch.ones(0, 24), 0), ValueError, r"at least one row .*\(0, 24\)"),
     "a place before the first": (lambda: fnllm.patch(SITE, torch.ones(1, 24), -1), ValueError, "position counts from"),
     "a place beyond all": (lambda: fnllm.patch(SITE, torch.ones(1, 24), 2**70), ValueError, "position counts .*2..63"),
     "half a place": (lambda: fnllm.steer(SITE, torch.ones(24), start=1.5), TypeError, "start must be an integer"),

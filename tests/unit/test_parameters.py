@@ -1,4 +1,4 @@
-"""Parameters made by hand: what is wrong with them is said by name before anything runs."""
+"""Parameters made by hand: errors in them are named before anything runs."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""States as values: every edit gives a new one and leaves the old as it was."""
+"""States as values: every edit gives a new state and leaves the old one unchanged."""
 
 import dataclasses
 

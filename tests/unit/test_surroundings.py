@@ -1,4 +1,4 @@
-"""What surrounds a call: threads, copies of params, torch's modes and defaults, settings at the ends of float32."""
+"""The environment of a call: threads, copies of params, torch's modes and defaults, extreme float32 settings."""
 
 import contextlib
 import copy

@@ -1,10 +1,10 @@
-"""The supported architectures as one table, and the config fields that may be left aside."""
+"""The table of supported architectures, and the config fields that are read or safely ignored."""
 
 from typing import NamedTuple
 
 
 class Architecture(NamedTuple):
-    """What a name in `architectures` decides; a bias is True, False or the name of the config field that decides."""
+    """What follows from a name in `architectures`; a bias is True, False or the config field that decides."""
 
     model_type: str
     qk_norm: bool

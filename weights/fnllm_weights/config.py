@@ -1,4 +1,4 @@
-"""ModelConfig: what config.json and generation_config.json say, read once and checked (pure)."""
+"""ModelConfig: the settings of config.json and generation_config.json, read once and checked (pure)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,10 @@ from .rope_config import RopeConfig, read_rope
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One decoder-only model; names as in config.json, one entry per layer where layers may differ."""
+    """The config of a decoder-only model; names as in config.json, with one entry per layer where layers may differ.
+
+    Raises ValueError that names the field, for values that contradict each other or are not supported.
+    """
 
     architecture: str
     vocab_size: int
@@ -63,10 +66,10 @@ class ModelConfig:
 
     @staticmethod
     def from_dict(config: dict, generation_config: dict | None = None) -> "ModelConfig":
-        """ModelConfig from the parsed JSON files, in the spelling of transformers 4 or 5.
+        """A ModelConfig from the parsed JSON files, in the spelling of transformers 4 or 5.
 
-        Raises ValueError that names the field: unsupported architecture (checked first), quantised weights, a value
-        out of range, or a field this reader does not know and that is switched on.
+        Raises ValueError that names the field: an unsupported architecture (checked first), quantised weights, a value
+        out of range, or a field that is set and not known here.
         """
         name, arch = find_architecture(config)
         if quantised := config.get("quantization_config"):

@@ -62,7 +62,7 @@ def first_id(config: dict, generation: dict, field: str) -> int | None:
 
 
 def read_dtype(config: dict) -> str | None:
-    """The dtype in the new or old spelling, None where the weights alone say it."""
+    """The dtype in the new or old spelling; None if the config does not give it."""
     value = config.get("dtype") or config.get("torch_dtype")
     if value is None or value == "auto":
         return None

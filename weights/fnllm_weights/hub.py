@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: a local folder, or a Hugging Face hub id fetched into the local cache (effect)."""
+"""Finding a checkpoint: a local folder, or a Hugging Face hub id fetched into the local cache (effect)."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ def config_folder(path_or_hub_id: str | Path, revision: str | None) -> Path:
     try:
         return Path(hub.hf_hub_download(str(path_or_hub_id), "config.json", revision=revision)).parent
     except Exception as error:  # the library has a dozen of its own: not found, gated, offline, ...
-        raise ValueError(f"{path_or_hub_id!r} is no folder, and as a hub id it cannot be fetched: {error}") from error
+        raise ValueError(f"{path_or_hub_id!r} is not a folder, and cannot be fetched as a hub id: {error}") from error
 
 
 def weights_folder(path_or_hub_id: str | Path, revision: str | None) -> Path:
@@ -39,7 +39,7 @@ def _local(path_or_hub_id: str | Path) -> Path | None:
     if path.exists():
         raise ValueError(f"{path} is a file; give the folder that holds config.json and the weights")
     if isinstance(path_or_hub_id, Path) or not HUB_ID.fullmatch(path_or_hub_id):
-        raise ValueError(f"there is no folder {path}, and it is no hub id such as Qwen/Qwen3-0.6B")
+        raise ValueError(f"there is no folder {path}, and this is not a hub id such as Qwen/Qwen3-0.6B")
     return None
 
 

@@ -1,4 +1,4 @@
-"""Random weights, for benchmarks and tests of models that nobody has trained (effect: allocates on the device)."""
+"""Random weights, for training, benchmarks and tests (effect: allocates on the device)."""
 
 import hashlib
 
@@ -19,10 +19,10 @@ def init(
     device: str | torch.device = "cpu",
     shard: Shard = WHOLE,
 ) -> ParamTree:
-    """A tree of normal weights (std 0.02) with norms of one, drawn on the device.
+    """A tree of normally distributed weights and biases (std 0.02) and norm weights of 1, drawn on the device.
 
-    Each checkpoint tensor has a noise stream of its own, of which a rank keeps its part: the ranks of any shard
-    together hold the very model that one rank would.
+    Each checkpoint tensor has its own noise stream, of which a rank keeps its part, so the shards of any number of
+    ranks make up the same model. `dtype` None: the config's, or else float32.
     """
     device, dtype = torch.device(device), as_dtype(dtype or config.dtype or "float32")
     tensors = {}

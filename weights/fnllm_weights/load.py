@@ -1,4 +1,4 @@
-"""Read safetensors straight into this rank's tree (effect: reads files, allocates on the device)."""
+"""Reading safetensors directly into this rank's tree (effect: reads files, allocates on the device)."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -29,9 +29,12 @@ def load(
     rank: int = 0,
     size: int = 1,
 ) -> Params:
-    """Params of a local folder or hub id: the share of rank `rank` of `size`.
+    """Load the shard of rank `rank` of `size` from a local folder or hub id.
 
-    device: a CUDA device if there is one, else the CPU. dtype: the checkpoint's on CUDA, float32 on the CPU.
+    - `dtype`: None is the checkpoint's dtype on CUDA and float32 on the CPU.
+    - `device`: None is a CUDA device if there is one, otherwise the CPU.
+    - `revision`: a branch, tag or commit on the hub.
+
     Raises ValueError that names the file, tensor or field, before anything is allocated.
     """
     return load_with_report(path_or_hub_id, dtype=dtype, device=device, revision=revision, rank=rank, size=size)[0]
@@ -46,7 +49,7 @@ def load_with_report(
     rank: int = 0,
     size: int = 1,
 ) -> tuple[Params, LoadReport]:
-    """As `load`, with the report of what was read and how fast."""
+    """Like `load`, with a report of the bytes read and the time it took."""
     read_config(config_folder(path_or_hub_id, revision))  # refuses the model before its weights are fetched
     folder, shard = weights_folder(path_or_hub_id, revision), Shard(rank, size)
     config = read_config(folder)
@@ -77,7 +80,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; ValueError that names the file when it is missing, broken or something else."""
+    """The JSON object in a file; ValueError that names the file when it is missing, broken or no object."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -54,13 +54,16 @@ class ParamTree(TypedDict):
 
 
 class Params(NamedTuple):
-    """What `load` returns and `generate` takes; only `tree` enters the compiled step."""
+    """A loaded model, or one rank's shard of it: what `load` returns and `generate` takes.
+
+    A changed model is `params._replace(tree=...)`. Only `tree` enters the compiled step.
+    """
 
     config: ModelConfig
     tokenizer: "Tokenizer | None"
     tree: ParamTree
     shard: Shard = WHOLE
-    workspace: dict | None = None  # engines built for these params, so that a second generate builds nothing
+    workspace: dict | None = None  # machines built for these params, reused by later calls; None: built for each call
 
     def __repr__(self) -> str:
         config = self.config  # of the tensors not even a part: there are hundreds
@@ -95,7 +98,7 @@ def walk(tree: ParamTree) -> Iterator[tuple[Path, Tensor]]:
 
 
 def check_params(params: Params) -> Params:
-    """The params, if their tree is as `check_tree` wants it and a tied head is the embedding itself."""
+    """Return the params if `check_tree` accepts them and a tied head is the embedding tensor; otherwise ValueError."""
     check_tree(params)
     if params.config.tie_word_embeddings and params.tree["lm_head"].data_ptr() != params.tree["embed"].data_ptr():
         raise ValueError(
@@ -108,10 +111,10 @@ def check_params(params: Params) -> Params:
 def check_tree(
     params: Params, *, optional: Collection[str] = (), of_any_form: Collection[str] = (), more: bool = False
 ) -> None:
-    """Check that each leaf is there, has the shape that config and shard ask for, and that all share dtype and device.
+    """Check that each leaf exists and has the shape that config and shard imply, and that all share dtype and device.
 
-    Leaves named in `optional` may be missing, those in `of_any_form` need not be such tensors, and with `more` layers
-    may hold others too. Reads no tensor. Raises ValueError such as
+    Leaves named in `optional` may be missing, leaves named in `of_any_form` are not checked, and with `more` a layer
+    may hold additional leaves. Reads no tensor's values. Raises ValueError such as
     `params.layers[1].post_norm: expected Float[H]=(8,), found (9,)`.
     """
     _check_nesting(params)
@@ -139,7 +142,7 @@ def check_tree(
 
 
 def _check_nesting(params: Params) -> None:
-    """Raise ValueError for a tree that is no dict with a list of dicts in it, one for each layer."""
+    """Raise ValueError unless the tree is a dict that holds a list of dicts, one for each layer."""
     tree, count = params.tree, params.config.num_hidden_layers
     if not isinstance(tree, Mapping):
         raise ValueError(f"params.tree: expected a dict with embed, layers, norm, lm_head, found {type(tree).__name__}")

@@ -1,4 +1,4 @@
-"""The load plan: which part of which file goes where, decided and checked from the files' headers alone (pure)."""
+"""The load plan: which part of which file goes where, decided and checked from the files' headers only (pure)."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -43,7 +43,7 @@ class Copy(NamedTuple):
 
 
 class LoadPlan(NamedTuple):
-    """Copies that tile the leaves, with each leaf's zero padding; dtype is the one the checkpoint is stored in."""
+    """Copies that, with zero padding, fill each leaf exactly once; `dtype` is that of the stored checkpoint."""
 
     leaves: tuple[Leaf, ...]
     copies: tuple[Copy, ...]
@@ -51,11 +51,15 @@ class LoadPlan(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Bytes to read."""
         return sum(copy.nbytes for copy in self.copies)
 
 
 def make_plan(config: ModelConfig, found: Mapping[str, TensorInfo], shard: Shard = WHOLE) -> LoadPlan:
-    """The plan for one rank; ValueError that names what is missing, surplus, mis-shaped or of a strange dtype."""
+    """The load plan of one rank, for the tensors `found` in the files' headers.
+
+    Raises ValueError that names the tensors that are missing, surplus, mis-shaped or of an unsupported dtype.
+    """
     table = leaves(config, shard)
     source = {name: (name, info) for name, info in found.items()}
     if config.tie_word_embeddings and EMBED not in found and HEAD in found:

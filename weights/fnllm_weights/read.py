@@ -25,7 +25,7 @@ GPU_THREADS = 8
 
 
 class LoadReport(NamedTuple):
-    """What a load read: bytes of weights, seconds from allocation to the last byte, and the bytes of each tensor."""
+    """A report of a load: bytes of weights, seconds from allocation to the last byte, and bytes of each tensor."""
 
     nbytes: int
     seconds: float

@@ -1,4 +1,4 @@
-"""RopeConfig: what a config says of rotary embeddings, in any of the spellings that published files use (pure)."""
+"""RopeConfig: rotary embedding settings, read from any of the spellings in published files (pure)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from .fields import is_number
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding settings; None where the file gives no value and the scaling has a rule of its own."""
+    """Rotary embedding settings, named as in transformers; None: not given, so the rule of the scaling applies."""
 
     rope_theta: float = 10000.0
     rope_type: str = "default"

@@ -20,14 +20,18 @@ MAX_FILE = 5_000_000_000  # bytes of weights per file, the size published checkp
 def save(
     params: Params, folder: str | Path, *, dtype: str | torch.dtype | None = None, max_file_bytes: int = MAX_FILE
 ) -> None:
-    """Write config.json, generation_config.json, weights and, if there is one, the tokenizer.
+    """Write a Hugging Face folder: config.json, generation_config.json, weights and, if there is one, the tokenizer.
 
-    dtype None: the dtype the checkpoint was stored in if that loses nothing, else the tensors' own, so that what was
-    loaded comes back bit for bit. Raises ValueError for a shard: one rank does not hold the whole model.
+    - `dtype`: None is the dtype that the checkpoint was stored in, or the tensors' dtype if that would lose bits, so
+      that loaded weights are written back bit for bit.
+    - `max_file_bytes`: most bytes of weights in one file.
+
+    Raises ValueError for the shard of one of several ranks, for a tree that `check_params` refuses, and for a config
+    that config.json cannot express.
     """
     if params.shard.size != 1:
         raise ValueError(
-            f"params hold rank {params.shard.rank} of {params.shard.size} alone; save needs the whole model (size=1)"
+            f"params hold only rank {params.shard.rank} of {params.shard.size}; save needs the whole model (size=1)"
         )
     check_params(params)
     folder = Path(folder)
@@ -38,8 +42,8 @@ def save(
     config, generation = config_dict(params.config, name), generation_dict(params.config)
     if ModelConfig.from_dict(config, generation) != replace(params.config, dtype=name):
         raise ValueError(
-            f"no config.json of {params.config.architecture} says what this config says; "
-            "settings that the architecture fixes were changed, such as qk_norm or a window"
+            f"a config.json of {params.config.architecture} cannot express this config: settings that the architecture "
+            "fixes were changed, such as qk_norm or a window"
         )
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config)

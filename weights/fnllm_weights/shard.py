@@ -1,4 +1,4 @@
-"""How a checkpoint lies in this rank's fused tensors: one pure table of pieces, read by loading, saving and checking.
+"""How checkpoint tensors map to this rank's fused tensors: one pure table for loading, saving and checking.
 
 Axis names as elsewhere: H hidden, N query heads, K KV heads, D head dim, I MLP width, V vocabulary, E experts.
 """
@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 
 class LocalSizes(NamedTuple):
-    """What one rank holds; the counts include padding, the spans say which part of the whole is real."""
+    """The sizes of one rank's shard; counts include padding, spans give the real part of the whole axis."""
 
     heads: int
     kv_heads: int
@@ -110,7 +110,10 @@ def check_shard(config: ModelConfig, shard: Shard) -> None:
 
 
 def local_sizes(config: ModelConfig, shard: Shard = WHOLE) -> LocalSizes:
-    """Sizes of this rank's share; see `split` and `split_heads` for the rules."""
+    """The sizes of one rank's shard; see `split` and `split_heads` for the rules.
+
+    Raises ValueError when the rank is out of range or an axis is smaller than the number of ranks.
+    """
     check_shard(config, shard)
     q, kv = split_heads(config.num_attention_heads, config.num_key_value_heads, shard)
     vocab = split(config.vocab_size, shard)

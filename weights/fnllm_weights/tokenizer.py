@@ -32,10 +32,10 @@ class Tokenizer:
         return f"Tokenizer({self.num_ids} ids, {self.decoder}, chat templates: {list(self.chat_templates) or 'none'})"
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text. `add_special_tokens` adds what the tokenizer's own file asks for, often a BOS.
+        """The ids of a text; `add_special_tokens` adds those that the tokenizer's file specifies, often a BOS.
 
-        A text that begins with the BOS token already, such as a chat that was rendered to a string, gets no second
-        one. Raises TypeError for other types, ValueError for text that is not valid Unicode.
+        A text that already begins with the BOS token, such as a chat rendered to a string, gets no second one. Raises
+        TypeError for other types, ValueError for text that is not valid Unicode.
         """
         return self.encode_all([text], add_special_tokens)[0]
 
@@ -56,12 +56,12 @@ class Tokenizer:
         return ids[1:] if added and ids[1:2] == [self.bos_id] else ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of some ids; ids that no token has, such as an embedding's padding rows, give no text."""
+        """The text of some ids; ids without a token, such as padding rows of the embedding, give no text."""
         known = [i for i in map(int, ids) if 0 <= i < self.num_ids]
         return self.backend.decode(known, skip_special_tokens=skip_special_tokens)
 
     def token(self, id: int) -> str | None:
-        """The token's spelling in the vocabulary (bytes mapped to letters, if so), None if no token has the id."""
+        """The token of an id as spelled in the vocabulary (which may map bytes to letters); None if there is none."""
         return self.backend.id_to_token(id) if 0 <= id < self.num_ids else None
 
     def token_id(self, token: str) -> int | None:
@@ -77,7 +77,7 @@ class Tokenizer:
         enable_thinking: bool | None = None,
         **variables: Any,
     ) -> list[int]:
-        """The ids of a chat, dicts with role and content; see `chat_text`.
+        """The ids of a chat, a list of dicts with role and content; see `chat_text`.
 
         The template writes every special token itself, so the tokenizer adds none and no BOS comes twice.
         """
@@ -101,9 +101,9 @@ class Tokenizer:
     ) -> str:
         """The chat as text.
 
-        `enable_thinking` and other `variables` go to the template as they are (None: not given). Raises ValueError
-        without a template and when the template refuses the messages, TypeError for what is no chat and for a variable
-        that the template does not have (but many have no thinking switch: that one may be given to any).
+        `enable_thinking` and other `variables` are passed to the template unchanged (None: not passed). Raises
+        ValueError without a template and when the template refuses the messages; TypeError if `messages` is not a chat
+        and for a variable that the template does not have. `enable_thinking` is accepted for any template.
         """
         chat_template.check_messages(messages)
         name = "tool_use" if tools and "tool_use" in self.chat_templates else "default"

@@ -212,7 +212,7 @@ def test_capture_bytes_is_exact_for_a_request_that_runs_to_its_end(tiny):
 def test_too_much_is_refused_with_both_numbers(tiny, monkeypatch):
     monkeypatch.setattr("fnllm.machine.host_memory", lambda: 1000)
     with pytest.raises(
-        ValueError, match=r"capture would take up to 0\.00 GB and 0\.00 GB are free on cpu; ask for fewer"
+        ValueError, match=r"capture would take up to 0\.00 GB and only 0\.00 GB are free on cpu; ask for fewer"
     ):
         fnllm.generate(tiny, [PROMPTS[0]], GREEDY, capture="logits", **SMALL)
 

@@ -1,4 +1,4 @@
-"""What a GPU runs, on a CPU: the fused kernels have plain forms there, so the way through the layers needs no GPU."""
+"""The GPU's path on a CPU: the fused kernels have plain forms there, so the path through the layers needs no GPU."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a swapped function holds: a change of it is noticed at the next call, and nothing else is taken for one."""
+"""What a swapped function holds: a change is noticed at the next call, and nothing else counts as a change."""
 
 import collections
 import dataclasses

@@ -229,7 +229,7 @@ def test_sums_over_ranks_are_in_rank_order():
     [
         ({"numerics": "exact"}, "numerics must be one of default, batch_invariant, found 'exact'"),
         ({"numerics": "batch_invariant", "compile": "inductor"}, "compile='none' or 'graphs'"),
-        ({"numerics": "batch_invariant", "attention": "fa3"}, "attention of its own"),
+        ({"numerics": "batch_invariant", "attention": "fa3"}, "its own attention backend"),
     ],
 )
 def test_options_that_contradict_are_refused(tiny, options, words):

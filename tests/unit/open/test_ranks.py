@@ -59,7 +59,7 @@ def test_an_edit_of_the_whole_where_ranks_see_parts_says_so(site, whole):
         with torch.no_grad():
             return fnllm.score(params, PROMPTS, edits=edit, tp=tp)
 
-    with pytest.raises(ValueError, match="part of one of 2 ranks: use a fnllm.Edit whose function takes its part by"):
+    with pytest.raises(ValueError, match="part of one of 2 ranks: use a fnllm.Edit whose function selects its part"):
         fnllm.simulate(2, lambda tp, params: scores(tp, params, fnllm.steer(site, vector)), shards)
 
     def add_part(x, ctx, values):
@@ -100,4 +100,4 @@ def test_a_rank_without_memory_for_captures_refuses_for_all(monkeypatch):
 
     shards = [fnllm_weights.load(ORACLE / "qwen3-tiny", device="cpu", rank=r, size=2) for r in range(2)]
     for said in fnllm.simulate(2, reserve, shards).results:
-        assert said.startswith("capture would take up to 0.00 GB and 0.00 GB are free on cpu; ask for fewer")
+        assert said.startswith("capture would take up to 0.00 GB and only 0.00 GB are free on cpu; ask for fewer")

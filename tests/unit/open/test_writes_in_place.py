@@ -1,4 +1,4 @@
-"""Functions of one request that write to what they are given, in cases that no trial has, change no other request."""
+"""Functions of one request that write to their arguments, in cases that no trial covers, change no other request."""
 
 from dataclasses import replace
 

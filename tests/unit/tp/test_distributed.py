@@ -1,4 +1,4 @@
-"""What a rank knows before it has joined the others, and the limit on its waits."""
+"""What a rank knows before it has joined the others, and the time limit on its waits."""
 
 import os
 import subprocess

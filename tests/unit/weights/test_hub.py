@@ -55,7 +55,7 @@ def test_fault_65_an_unsupported_model_is_refused_before_its_weights_are_fetched
 
 
 def test_an_id_that_the_hub_does_not_know(hub):
-    with pytest.raises(ValueError, match="'no/model' is no folder, and as a hub id it cannot be fetched: 404"):
+    with pytest.raises(ValueError, match="'no/model' is not a folder, and cannot be fetched as a hub id: 404"):
         load("no/model")
 
 

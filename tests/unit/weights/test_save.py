@@ -90,7 +90,7 @@ def test_float64_weights_come_back_bit_for_bit(oracle, tmp_path):
 
 
 def test_a_shard_or_a_misshapen_tree_is_refused(oracle, tmp_path):
-    with pytest.raises(ValueError, match=r"params hold rank 1 of 2 alone; save needs the whole model \(size=1\)"):
+    with pytest.raises(ValueError, match=r"params hold only rank 1 of 2; save needs the whole model \(size=1\)"):
         save(load(oracle / "qwen3-tiny", rank=1, size=2), tmp_path)
     params = load(oracle / "qwen3-tiny")
     with pytest.raises(ValueError, match=r"params.norm: expected Float\[H\]=\(48,\), found \(49,\)"):
@@ -100,7 +100,7 @@ def test_a_shard_or_a_misshapen_tree_is_refused(oracle, tmp_path):
 
 def test_a_config_that_no_file_can_say_is_refused(oracle, tmp_path):
     params = load(oracle / "llama-tiny")
-    with pytest.raises(ValueError, match="no config.json of LlamaForCausalLM says what this config says"):
+    with pytest.raises(ValueError, match="a config.json of LlamaForCausalLM cannot express this config"):
         save(params._replace(config=replace(params.config, sliding_window=(4, None, 4))), tmp_path)
 
 
