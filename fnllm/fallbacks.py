@@ -5,11 +5,12 @@ from torch._ops import OpOverload
 
 
 def name_fallbacks(graph: fx.Graph) -> None:
-    """Register for each operation of a graph without a lowering that it is called as it is, as Inductor would itself.
+    """Register each operation of a graph that has no lowering as one to call unchanged, as Inductor would do itself.
 
-    Until torch 2.12 Inductor writes the arguments of such an operation out at its first sight, for a log whether it is
-    kept or not, with all that they were made of, and what is used twice twice: 2^n times the first layer's for the head
-    of n layers with a residual stream (pytorch's issue 139501). That never ends.
+    When torch 2.11's Inductor first meets such an operation, it formats the arguments for a log message, whether the log
+    is on or not. The text of an argument contains that of everything it was computed from, and a value that is used
+    twice is written twice: with a residual stream the text doubles with every half of a layer, so that formatting the
+    arguments of a model's last operation does not end (PyTorch issue 139501).
     """
     from torch._inductor.decomposition import decompositions
     from torch._inductor.lowering import FALLBACK_ALLOW_LIST, lowerings, make_fallback, tag_to_layout_constraint
