@@ -295,10 +295,7 @@ class Engine:
                 f"this state belongs to an engine of other sizes, {state.scheduler.config}; this one has {self.limits}"
             )
         since = state.clock if state.machine == self.machine.name else -1
-        settled = scheduler.invalidate(state.scheduler, self.machine.writes.since(since))
-        running = [int(seq_id) for seq_id in settled.rows.seq_id if seq_id >= 0]
-        for seq_id in sorted(running, reverse=True):  # the oldest ends up first in line
-            settled = scheduler.park(settled, seq_id)
+        settled = scheduler.park(scheduler.invalidate(state.scheduler, self.machine.writes.since(since)))
         return replace(state, scheduler=settled, clock=self.machine.clock, machine=self.machine.name)
 
 
