@@ -30,7 +30,6 @@ from fnllm.options import EngineOptions
 from fnllm.parameters import check_model
 from fnllm.prompts import check_ids
 from fnllm.readback import Readback, read_back
-from fnllm.rope import longest_shared
 from fnllm.sampler import child_seed, features_of
 from fnllm.sampling import Sampling, check_sampling, check_seed
 from fnllm.scheduler import Events, Finished, Plan, Request, SchedulerConfig, TokenIds
@@ -106,12 +105,10 @@ class Engine:
         """A state without requests and with an empty prefix cache."""
         return State(
             scheduler.init(self.limits),
-            self.machine.clock,
-            self.variant,
-            self.params.config,
-            self.machine.name,
-            longest_shared(self.params.config),
-            self.params.config.rope.rope_type == "dynamic",
+            clock=self.machine.clock,
+            variant=self.variant,
+            config=self.params.config,
+            machine=self.machine.name,
         )
 
     def request(
@@ -175,7 +172,7 @@ class Engine:
             stop_token_ids=stops,
             cache_key=key,
             # What is captured must be computed, not found.
-            use_cache=not needs_whole_prompt(capture, len(prompt)) and may_share(len(prompt), longest_shared(config)),
+            use_cache=not needs_whole_prompt(capture, len(prompt)) and may_share(config, len(prompt)),
             payload=Job(
                 sampling,
                 child_seed(seed if sampling.seed is None else sampling.seed, sample),
@@ -302,9 +299,9 @@ class Engine:
 def check_config(state: State, config: ModelConfig) -> None:
     """Raise ValueError for a state of a model of another config, whose ids may not be this model's."""
     if state.config != config:
-        names = [f.name for f in fields(config) if getattr(state.config, f.name, None) != getattr(config, f.name)]
+        names = [f.name for f in fields(config) if getattr(state.config, f.name) != getattr(config, f.name)]
         theirs, ours = (
-            ", ".join(f"{name}={getattr(of, name, None)!r}" for name in names[:3])  # enough to know it by
+            ", ".join(f"{name}={getattr(of, name)!r}" for name in names[:3])  # enough to know it by
             for of in (state.config, config)
         )
         raise ValueError(
