@@ -25,7 +25,7 @@ from fnllm.prompts import normalise
 from fnllm.rope import Rope, make_rope, rope_tables
 from fnllm.rows import choices_of
 from fnllm.sampler import log_normaliser, masked_logits, token_logprobs, top_tokens
-from fnllm.taps import Taps, no_taps, whole_site, whole_sites
+from fnllm.taps import Taps, whole_site, whole_sites
 from fnllm.tensor_parallel import SINGLE, TensorParallel
 from fnllm.trial import check_reached, watched_edits, watched_layers
 from fnllm_weights import Params, ParamTree, local_sizes
@@ -230,7 +230,7 @@ def context(
         backend=BACKEND,
         max_context=0,
         metadata=None,
-        taps=taps or no_taps(),
+        taps=taps or Taps(),
     )
 
 
