@@ -21,7 +21,7 @@ from fnllm.capture import (
 )
 from fnllm.compiled import Report
 from fnllm.edits import Edit, channels_of, edit_key, edits_of_each, kind_of, placed, with_own_values
-from fnllm.failures import any_failed, failures, no_tokens
+from fnllm.failures import failures, no_tokens
 from fnllm.held import equal
 from fnllm.jobs import Job, Variant, looks_back
 from fnllm.layers import Layers
@@ -254,7 +254,7 @@ class Engine:
         with self.machine.watch:
             ids = flight.results.wait()[: len(flight.plan.rows)].astype(np.int32)
         state = replace(state, flights=state.flights[1:])
-        if any_failed(ids, self.params.config.vocab_size):
+        if no_tokens(ids, self.params.config.vocab_size).any():
             return self.collect_failed(state, flight, ids)
         planned, events = scheduler.commit(state.scheduler, flight.plan, ids)
         step = StepEvents(events, flight.plan, flight.results, flight.captured)
