@@ -18,8 +18,7 @@ class Variant(NamedTuple):
 
     def own_functions(self) -> list[Callable]:
         """The functions that are not fnllm's own layers, in one order on all ranks."""
-        own = [mine for mine, usual in zip(self.layers, Layers(), strict=True) if mine is not usual]
-        return [*own, *(channel.apply for channel in self.edits)]
+        return [*self.layers.swapped().values(), *(channel.apply for channel in self.edits)]
 
 
 class Job(NamedTuple):

@@ -32,7 +32,7 @@ def check_model(params: Any, layers: Any) -> Layers:
     """
     check_params_given(params)
     layers = check_layers(layers, params.config)
-    own = [name for name, mine, usual in zip(Layers._fields, layers, Layers(), strict=True) if mine is not usual]
+    own = layers.swapped()
     taken = {leaf for name in own for leaf in TAKEN.get(name, ())}
     handed = {leaf for name in own for leaf in HANDED.get(name, ())}
     check_tree(params, optional=taken, of_any_form=taken | handed, more=any(name in TAKEN for name in own))
