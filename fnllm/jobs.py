@@ -6,6 +6,7 @@ from typing import NamedTuple
 from fnllm.capture import NOTHING, Capture
 from fnllm.edits import Channel, Edit
 from fnllm.layers import Layers
+from fnllm.sampler.features import has_penalty
 from fnllm.sampling import Sampling
 
 
@@ -34,5 +35,4 @@ class Job(NamedTuple):
 
 def looks_back(sampling: Sampling) -> bool:
     """Whether a request's sampling depends on the tokens before."""
-    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
-    return penalties != (1.0, 0.0, 0.0) or sampling.logits_fn is not None
+    return has_penalty(sampling) or sampling.logits_fn is not None
