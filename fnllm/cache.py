@@ -1,4 +1,4 @@
-"""The paged KV cache: a pool of fixed-size blocks for each layer, and how many of them fit in memory.
+"""The paged KV cache: a pool of fixed-size blocks for each layer, and how many of them fit in memory (effect).
 
 Only ops that say so in `mutates_args` write into it (`fnllm::store_kv`, those that store what they norm and rotate, and
 `fnllm::copy_blocks`), and `zero_broken_blocks`.

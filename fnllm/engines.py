@@ -1,6 +1,5 @@
 """The engine: a loop body around the pure step. `step` is `schedule`, launch, read back, `commit`."""
 
-import sys
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any, NamedTuple, SupportsIndex
@@ -28,6 +27,7 @@ from fnllm.layers import Layers
 from fnllm.machine import Machine
 from fnllm.options import EngineOptions
 from fnllm.parameters import check_model
+from fnllm.progress import quiet, say
 from fnllm.prompts import check_ids
 from fnllm.readback import Readback, read_back
 from fnllm.sampler import child_seed, features_of
@@ -369,13 +369,3 @@ def weights_changed(of: Params | Engine) -> None:
     for place in list(of.workspace.values()):  # threads may add some meanwhile
         if isinstance(place, Machine):
             place.weights_changed()
-
-
-def quiet(line: str) -> None:
-    """Say nothing: another rank builds the same and tells of it."""
-
-
-def say(line: str) -> None:
-    """Tell a person at a terminal what is being built."""
-    if sys.stderr.isatty():
-        print(f"fnllm: {line}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from its config and the headers of its files; no weight is read."""
+"""What a checkpoint holds, from its config and the headers of its files; no weight is read (effect: reads files)."""
 
 import math
 from collections import Counter
