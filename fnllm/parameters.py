@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fnllm.layers import Layers, check_layers
-from fnllm.prompts import kind
+from fnllm.sampling import kind
 from fnllm_weights import ModelConfig, Params, Shard, check_tree
 
 # Leaves that a function takes out of its layer's dict. One of the caller's own may do without them, or read others.
