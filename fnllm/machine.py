@@ -19,7 +19,7 @@ from fnllm.compiled import Report, Resident, StepRunner, graphs_traced
 from fnllm.distributed import least
 from fnllm.edits import Channel
 from fnllm.held import Versions, held_by, in_own_containers, same_tensors, tensors_of
-from fnllm.jobs import Job, Variant, looks_back
+from fnllm.jobs import Job, Variant
 from fnllm.layers import Layers
 from fnllm.numerics import exchanges_for, layers_for
 from fnllm.options import Settings
@@ -255,13 +255,7 @@ class Machine:
             eos_token_ids=eos,
         )
         write_joins(
-            self.resident.rows,
-            rows,
-            [join.length for join in plan.joins],
-            [job.prompt_length for job in jobs],
-            [join.block_table for join in plan.joins],
-            sampler,
-            [job.tokens if looks_back(job.sampling) else () for job in jobs],
+            self.resident.rows, plan.joins, [job.prompt_length for job in jobs], sampler, [job.tokens for job in jobs]
         )
 
     def try_logits_fn(self, function: Callable) -> None:
