@@ -9,18 +9,16 @@ tokens were there; the median of the turns is reported, and whether both made th
 import argparse
 import json
 import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import transformers
+from provenance import provenance
 
 import fnllm
 
@@ -115,19 +113,12 @@ def main() -> None:
     for batch in args.batches:
         rows.append(compare(ways, batch, args, params.config.vocab_size))
         print(json.dumps(rows[-1]), flush=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     record = {
+        **provenance(),
         "what": f"greedy decoding, float32, prompts of {args.prompt} tokens, {args.new} new ones",
         "model": args.model.resolve().name,
-        "date": date.today().isoformat(),
-        "commit": commit,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "transformers": transformers.__version__,
         "threads": args.threads,
-        "cores": os.cpu_count(),
         "load_average": {"before": round(load_before, 2), "after": round(os.getloadavg()[0], 2)},
         "rows": rows,
     }

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from timing import replay_seconds
-from workloads import READ_BYTES_PER_S
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "kernels")]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "weights")]
+
+from provenance import provenance  # noqa: E402
+from timing import replay_seconds  # noqa: E402
+from workloads import READ_BYTES_PER_S  # noqa: E402
 
 from fnllm_kernels import decode_attention as attention  # noqa: E402
 from fnllm_kernels import decode_linear as linear  # noqa: E402
@@ -245,10 +247,11 @@ def main() -> None:
         process.wait()
     rows = [dict(part="compile", seconds=time.time() - began)]
 
+    header = provenance()
+
     def report(**row) -> None:
         print(row, flush=True)
         rows.append(row)
-        header = dict(device=torch.cuda.get_device_name(), torch=torch.__version__, date=time.strftime("%Y-%m-%d"))
         args.out.write_text(json.dumps(dict(header, rows=rows), indent=1) + "\n")  # kept as they come
 
     for part in args.parts.split(","):

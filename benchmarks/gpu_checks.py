@@ -26,10 +26,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent
+from children import HERE, ROOT, environment, facts
+
 PARTS = ("pytest", "memcheck", "racecheck", "equal", "batches", "poison", "invariance", "open", "examples", "soak",
          "numerics", "startup")  # fmt: skip
 SHARED = ("equal", "invariance", "open", "examples")  # their cases are divided among --jobs processes
@@ -76,9 +75,7 @@ def run(part: str, args: argparse.Namespace, folder: Path) -> dict:
     """Run a part: whether it is well, its seconds, what it measured, and if it failed the end of what it said."""
     if part.endswith("check") and not args.cpu and not Path(SANITIZER).exists():
         return dict(ok=None, summary="compute-sanitizer is not installed here")
-    path = [ROOT, ROOT / "kernels", ROOT / "weights", HERE, os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
-    began, together = time.perf_counter(), commands(part, args, folder)
+    env, began, together = environment(), time.perf_counter(), commands(part, args, folder)
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // len(together))))
     logs, processes = [], []
     for number, command in enumerate(together):
@@ -146,15 +143,6 @@ def table(parts: dict[str, dict]) -> str:
     lines += [f"| {name} | {words[one['ok']]} | {one.get('seconds', '')} | {one.get('summary', '')} |"
               for name, one in parts.items()]  # fmt: skip
     return "\n".join(lines)
-
-
-def facts() -> dict[str, Any]:
-    """Where the results come from, by a process of its own, so that this one holds no GPU."""
-    code = "import json, provenance; print(json.dumps(provenance.provenance()))"
-    path = [ROOT, ROOT / "kernels", ROOT / "weights", HERE, os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    return {**json.loads(done.stdout), "command": " ".join(["python", *sys.argv])}
 
 
 def main() -> None:

@@ -10,12 +10,12 @@ import argparse
 import importlib.util
 import itertools
 import json
-import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from provenance import provenance
 from timing import replay_seconds
 from torch import Tensor
 from workloads import FLOPS_PER_S, READ_BYTES_PER_S
@@ -185,9 +185,8 @@ def main() -> None:
             continue
         rows.append({"name": case.name, "us": took, "floor_us": floor, "bytes": case.bytes_moved, "flops": case.flops})
         print(f"{case.name:56} {took:9.2f} us  floor {floor:9.2f}  x{took / floor:6.2f}", flush=True)
-    versions = {"torch": torch.__version__, "python": platform.python_version(), "gpu": torch.cuda.get_device_name()}
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "kernels.json").write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+    (options.out / "kernels.json").write_text(json.dumps(dict(**provenance(), rows=rows), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,11 +13,13 @@ import time
 from pathlib import Path
 
 import torch
-from timing import replay_seconds
-from workloads import FLOPS_PER_S, READ_BYTES_PER_S
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "weights")]
+
+from provenance import provenance  # noqa: E402
+from timing import replay_seconds  # noqa: E402
+from workloads import FLOPS_PER_S, READ_BYTES_PER_S  # noqa: E402
 
 from fnllm.sampler import SamplerFeatures, default_rows, sample  # noqa: E402
 from fnllm_kernels import sample_logits as kernels  # noqa: E402
@@ -135,8 +137,7 @@ def main(out: Path, seconds: float) -> None:
             results.append({"part": name, "error": f"{type(error).__name__}: {str(error)[:300]}"})
         torch.cuda.empty_cache()
     print(f"skipped: {skipped}; {time.time() - began:.1f} s")
-    versions = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
-    out.write_text(json.dumps({**versions, "skipped": skipped, "results": results}, indent=1) + "\n")
+    out.write_text(json.dumps(dict(**provenance(), skipped=skipped, results=results), indent=1) + "\n")
 
 
 if __name__ == "__main__":

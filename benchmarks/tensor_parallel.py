@@ -16,7 +16,6 @@ With --ranks 1 the collectives run in a group of one; --cpu tries everything wit
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -25,8 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent
+from children import HERE, ROOT, environment, facts
+
 PARTS = ("equal", "open", "reduce", "load", "fault", "serve")
 # Multicast puts a host's switch at risk when a process is killed, and some hosts forbid it.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -43,13 +42,12 @@ def torchrun(
         load_size=args.load_size, work=args.work, oracle=args.oracle, smollm2=args.smollm2, one_rank_group=False,
     )  # fmt: skip
     settings.update(more)
-    path = [ROOT, ROOT / "kernels", ROOT / "weights", HERE, os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, **NO_MULTICAST, "PYTHONPATH": os.pathsep.join(map(str, path)), **(env or {})}
-    environment.setdefault("OMP_NUM_THREADS", "1" if args.cpu else "4")
+    given = environment(**NO_MULTICAST, **(env or {}))
+    given.setdefault("OMP_NUM_THREADS", "1" if args.cpu else "4")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += [str(HERE / "tensor_parallel_ranks.py"), part, json.dumps(settings)]
     began = time.perf_counter()
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, env=given, stderr=subprocess.PIPE, text=True)
     try:
         _, err = process.communicate(timeout=args.limit)
     except subprocess.TimeoutExpired:
@@ -168,8 +166,7 @@ def main() -> None:
     args = parser.parse_args()
     args.size = args.size or ("tiny" if args.cpu else "8b")
     args.load_size = args.load_size or ("tiny" if args.cpu else "0.6b")
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
-    header = dict(commit=commit, date=time.strftime("%Y-%m-%d"), ranks=args.ranks)
+    header = dict(**facts(), ranks=args.ranks)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict] = []
     with tempfile.TemporaryDirectory() as name:

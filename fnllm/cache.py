@@ -1,4 +1,4 @@
-"""The paged KV cache: a pool of fixed-size blocks for each layer, and how many of them fit in memory.
+"""The paged KV cache: a pool of fixed-size blocks for each layer, and how many of them fit in memory (effect).
 
 It is written only by ops that declare it in `mutates_args` (`fnllm::store_kv`, those that norm, rotate and store, and
 `fnllm::copy_blocks`), and by `zero_broken_blocks`.

@@ -1,4 +1,4 @@
-"""A chat on the terminal: messages in, answers streamed out, the history kept as a value."""
+"""A chat on the terminal: messages in, answers streamed out, the history kept as a value (effect: reads, prints)."""
 
 import contextlib
 import signal

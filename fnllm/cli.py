@@ -1,4 +1,4 @@
-"""The `fnllm` command: generate, chat, bench, info."""
+"""The `fnllm` command: generate, chat, bench, info (effect: loads, generates, prints)."""
 
 import argparse
 import difflib

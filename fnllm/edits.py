@@ -130,7 +130,7 @@ def remove_direction(x: Tensor, ctx: Any, direction: Tensor) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     unit = direction.to(wide)
     along = (x * unit).flatten(1).sum(-1)  # heads and their width are one space
-    return (x - along.view(-1, *(1,) * (x.dim() - 1)) * unit).to(x.dtype)
+    return (x - column(along, x) * unit).to(x.dtype)
 
 
 def replace_rows(x: Tensor, ctx: Any, rows: Tensor, position: Tensor) -> Tensor:
@@ -162,9 +162,9 @@ def width_given(channel: "Channel") -> tuple[int, ...] | None:
     return channel.shapes[0][1:] if apply is replace_rows else channel.shapes[0]
 
 
-def column(mask: Tensor, x: Tensor) -> Tensor:
-    """A mask of tokens, broadcast over the other axes of `x`."""
-    return mask.view(-1, *(1,) * (x.dim() - 1))
+def column(of_tokens: Tensor, x: Tensor) -> Tensor:
+    """A value for each token, broadcast over the other axes of `x`."""
+    return of_tokens.view(-1, *(1,) * (x.dim() - 1))
 
 
 def edits_of_each(edits: Any, count: int) -> list[tuple[Edit, ...]]:

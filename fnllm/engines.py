@@ -1,6 +1,5 @@
 """The engine: one iteration around the pure step. `Engine.step` is `schedule`, launch, read back, `commit`."""
 
-import sys
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any, NamedTuple, SupportsIndex
@@ -21,16 +20,16 @@ from fnllm.capture import (
 )
 from fnllm.compiled import Report
 from fnllm.edits import Edit, channels_of, edit_key, edits_of_each, kind_of, placed, with_own_values
-from fnllm.failures import any_failed, failures, no_tokens
+from fnllm.failures import failures, no_tokens
 from fnllm.held import equal
 from fnllm.jobs import Job, Variant, looks_back
 from fnllm.layers import Layers
 from fnllm.machine import Machine
 from fnllm.options import EngineOptions
 from fnllm.parameters import check_model
+from fnllm.progress import quiet, say
 from fnllm.prompts import check_ids
 from fnllm.readback import Readback, read_back
-from fnllm.rope import longest_shared
 from fnllm.sampler import child_seed, features_of
 from fnllm.sampling import Sampling, check_sampling, check_seed
 from fnllm.scheduler import Events, Finished, Plan, Request, SchedulerConfig, TokenIds
@@ -110,12 +109,10 @@ class Engine:
         """A state without requests and with an empty prefix cache."""
         return State(
             scheduler.init(self.limits),
-            self.machine.clock,
-            self.variant,
-            self.params.config,
-            self.machine.name,
-            longest_shared(self.params.config),
-            self.params.config.rope.rope_type == "dynamic",
+            clock=self.machine.clock,
+            variant=self.variant,
+            config=self.params.config,
+            machine=self.machine.name,
         )
 
     def request(
@@ -180,7 +177,7 @@ class Engine:
             stop_token_ids=stops,
             cache_key=key,
             # What is captured must be computed, not found.
-            use_cache=not needs_whole_prompt(capture, len(prompt)) and may_share(len(prompt), longest_shared(config)),
+            use_cache=not needs_whole_prompt(capture, len(prompt)) and may_share(config, len(prompt)),
             payload=Job(
                 sampling,
                 child_seed(seed if sampling.seed is None else sampling.seed, sample),
@@ -264,7 +261,7 @@ class Engine:
         with self.machine.watch:
             ids = flight.results.wait()[: len(flight.plan.rows)].astype(np.int32)
         state = replace(state, flights=state.flights[1:])
-        if any_failed(ids, self.params.config.vocab_size):
+        if no_tokens(ids, self.params.config.vocab_size).any():
             return self.collect_failed(state, flight, ids)
         planned, events = scheduler.commit(state.scheduler, flight.plan, ids)
         step = StepEvents(events, flight.plan, flight.results, flight.captured)
@@ -303,19 +300,16 @@ class Engine:
                 f"{self.limits}"
             )
         since = state.clock if state.machine == self.machine.name else -1
-        settled = scheduler.invalidate(state.scheduler, self.machine.writes.since(since))
-        running = [int(seq_id) for seq_id in settled.rows.seq_id if seq_id >= 0]
-        for seq_id in sorted(running, reverse=True):  # the oldest ends up first in line
-            settled = scheduler.park(settled, seq_id)
+        settled = scheduler.park(scheduler.invalidate(state.scheduler, self.machine.writes.since(since)))
         return replace(state, scheduler=settled, clock=self.machine.clock, machine=self.machine.name)
 
 
 def check_config(state: State, config: ModelConfig) -> None:
     """Raise ValueError for a state of a model of another config, whose ids may not be this model's."""
     if state.config != config:
-        names = [f.name for f in fields(config) if getattr(state.config, f.name, None) != getattr(config, f.name)]
+        names = [f.name for f in fields(config) if getattr(state.config, f.name) != getattr(config, f.name)]
         theirs, ours = (
-            ", ".join(f"{name}={getattr(of, name, None)!r}" for name in names[:3])  # enough to know it by
+            ", ".join(f"{name}={getattr(of, name)!r}" for name in names[:3])  # enough to know it by
             for of in (state.config, config)
         )
         raise ValueError(
@@ -387,13 +381,3 @@ def weights_changed(of: Params | Engine) -> None:
     for place in list(of.workspace.values()):  # threads may add some meanwhile
         if isinstance(place, Machine):
             place.weights_changed()
-
-
-def quiet(line: str) -> None:
-    """Say nothing: another rank builds the same and tells of it."""
-
-
-def say(line: str) -> None:
-    """Tell a person at a terminal what is being built."""
-    if sys.stderr.isatty():
-        print(f"fnllm: {line}", file=sys.stderr)

@@ -16,11 +16,6 @@ def no_tokens(ids: Int32[np.ndarray, " B"], vocab_size: int) -> Bool[np.ndarray,
     return ids.view(np.uint32) >= vocab_size
 
 
-def any_failed(ids: Int32[np.ndarray, " B"], vocab_size: int) -> bool:
-    """Whether some id is no token."""
-    return bool(no_tokens(ids, vocab_size).any())
-
-
 def failures(
     state: SchedulerState, plan: Plan, ids: Int32[np.ndarray, " B"], vocab_size: int, broken: Collection[int]
 ) -> tuple[tuple[int, Exception], ...]:
@@ -31,10 +26,12 @@ def failures(
     found = []
     for entry in np.flatnonzero(no_tokens(ids, vocab_size)).tolist():
         seq_id = int(plan.seq_ids[entry])
-        if awaits(state, plan, seq_id) and (plan.samples[entry] or not holds(state, seq_id).isdisjoint(broken)):
-            request = state.sequences[seq_id].request
-            place = int(plan.starts[entry] + plan.query_lens[entry])
-            found.append((seq_id, failure(int(ids[entry]), request.payload.sampling, plan.step, place, vocab_size)))
+        if not awaits(state, plan, seq_id):
+            continue
+        sequence = state.sequences[seq_id]
+        if plan.samples[entry] or not set(broken).isdisjoint(sequence.table):
+            place, sampling = int(plan.starts[entry] + plan.query_lens[entry]), sequence.request.payload.sampling
+            found.append((seq_id, failure(int(ids[entry]), sampling, plan.step, place, vocab_size)))
     return tuple(found)
 
 
@@ -46,11 +43,6 @@ def awaits(state: SchedulerState, plan: Plan, seq_id: int) -> bool:
     if sequence.row >= 0:
         return int(state.rows.joined[sequence.row]) <= plan.step
     return sequence.pending > 0 and sequence.joined <= plan.step
-
-
-def holds(state: SchedulerState, seq_id: int) -> frozenset[int]:
-    """The blocks of a sequence."""
-    return frozenset(state.sequences[seq_id].table)
 
 
 def failure(id: int, sampling: Sampling, step: int, place: int, vocab_size: int) -> Exception:

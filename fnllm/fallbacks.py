@@ -7,8 +7,8 @@ from torch._ops import OpOverload
 def name_fallbacks(graph: fx.Graph) -> None:
     """Register each operation of a graph that has no lowering as one to call unchanged, as Inductor would do itself.
 
-    When torch 2.11's Inductor first meets such an operation, it formats the arguments for a log message, whether the log
-    is on or not. The text of an argument contains that of everything it was computed from, and a value that is used
+    When torch 2.11's Inductor first meets such an operation, it formats the arguments for a log message, whether the
+    log is on or not. The text of an argument contains that of everything it was computed from, and a value that is used
     twice is written twice: with a residual stream the text doubles with every half of a layer, so that formatting the
     arguments of a model's last operation does not end (PyTorch issue 139501).
     """

@@ -1,10 +1,13 @@
-"""Describing a checkpoint from its config and the headers of its files; no weight is read."""
+"""Describing a checkpoint from its config and the headers of its files; no weight is read (effect: reads files)."""
 
 import math
 from collections import Counter
 from collections.abc import Mapping
 
-from fnllm_weights import ModelConfig, make_plan
+import torch
+
+from fnllm.cache import block_bytes
+from fnllm_weights import ModelConfig, local_sizes, make_plan
 from fnllm_weights.hub import config_folder
 from fnllm_weights.load import read_config, read_headers
 from fnllm_weights.plan import TensorInfo
@@ -27,6 +30,7 @@ def describe(path: str) -> str:
 
 def report(path: str, config: ModelConfig, headers: Mapping[str, TensorInfo], tokenizer: Tokenizer | None) -> str:
     """The report's text."""
+    kv_bytes = block_bytes(config, local_sizes(config), 1, torch.bfloat16)  # of a token
     rows = [
         ("model", f"{path} ({config.architecture})"),
         ("parameters", f"{parameter_count(config):,}{', head tied to the embedding' * config.tie_word_embeddings}"),
@@ -43,8 +47,8 @@ def report(path: str, config: ModelConfig, headers: Mapping[str, TensorInfo], to
         ("vocabulary", vocabulary(config, tokenizer)),
         (
             "KV cache",
-            f"{kv_bytes(config) / 1024:,.1f} KiB per token in 16 bits, "
-            f"{kv_bytes(config) * config.max_position_embeddings / 2**30:.2f} GiB for a full sequence",
+            f"{kv_bytes / 1024:,.1f} KiB per token in 16 bits, "
+            f"{kv_bytes * config.max_position_embeddings / 2**30:.2f} GiB for a full sequence",
         ),
         ("weights", weights(headers)),
         ("defaults", ", ".join(f"{name} {value}" for name, value in config.generation_defaults) or "none"),
@@ -61,11 +65,6 @@ def report(path: str, config: ModelConfig, headers: Mapping[str, TensorInfo], to
 def parameter_count(config: ModelConfig) -> int:
     """Numbers in the whole model; a tied head counts once."""
     return sum(math.prod(leaf.shape) for leaf in leaves(config))
-
-
-def kv_bytes(config: ModelConfig, itemsize: int = 2) -> int:
-    """Bytes of keys and values that one token keeps in the cache, over all layers."""
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
 
 
 def windows(config: ModelConfig) -> str:

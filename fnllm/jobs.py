@@ -6,6 +6,7 @@ from typing import NamedTuple
 from fnllm.capture import NOTHING, Capture
 from fnllm.edits import Channel, Edit
 from fnllm.layers import Layers
+from fnllm.sampler.features import has_penalty
 from fnllm.sampling import Sampling
 
 
@@ -18,8 +19,7 @@ class Variant(NamedTuple):
 
     def own_functions(self) -> list[Callable]:
         """The functions that are not fnllm's own layers, in one order on all ranks."""
-        own = [mine for mine, usual in zip(self.layers, Layers(), strict=True) if mine is not usual]
-        return [*own, *(channel.apply for channel in self.edits)]
+        return [*self.layers.swapped().values(), *(channel.apply for channel in self.edits)]
 
 
 class Job(NamedTuple):
@@ -35,5 +35,4 @@ class Job(NamedTuple):
 
 def looks_back(sampling: Sampling) -> bool:
     """Whether a request's sampling depends on the tokens before."""
-    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
-    return penalties != (1.0, 0.0, 0.0) or sampling.logits_fn is not None
+    return has_penalty(sampling) or sampling.logits_fn is not None

@@ -277,3 +277,8 @@ class Layers(NamedTuple):
     activation: Callable[..., Tensor] = activation
     lm_head: Callable[..., Tensor] = lm_head
     sample: Callable[..., Sampled] = sample
+
+    def swapped(self) -> dict[str, Callable]:
+        """The functions that are not the usual ones, by name."""
+        usual = self._field_defaults
+        return {name: mine for name, mine in zip(self._fields, self, strict=True) if mine is not usual[name]}

@@ -19,16 +19,16 @@ from fnllm.compiled import Report, Resident, StepRunner, graphs_traced
 from fnllm.distributed import least
 from fnllm.edits import Channel
 from fnllm.held import Versions, held_by, in_own_containers, same_tensors, tensors_of
-from fnllm.jobs import Job, Variant, looks_back
+from fnllm.jobs import Job, Variant
 from fnllm.layers import Layers
 from fnllm.numerics import exchanges_for, layers_for
-from fnllm.options import Settings, blocks_for_load
+from fnllm.options import Settings
 from fnllm.parameters import check_model
 from fnllm.rope import make_rope
 from fnllm.row_features import RowFeatures
 from fnllm.rows import empty_choices, empty_rows, send, write_choices, write_joins, write_tables
 from fnllm.sampler import SamplerFeatures, features_of, rounded, rows_from_sampling, widen_rows
-from fnllm.scheduler import Plan
+from fnllm.scheduler import Plan, blocks_for
 from fnllm.state import State
 from fnllm.step import StepOutput, StepSpec
 from fnllm.taps import Choice
@@ -63,7 +63,7 @@ class Machine:
         self.spec = plain_spec(params, settings, tp)
         # One plan serves all ranks, so the pool is as large as the rank with the least room can make it.
         self.num_blocks = settings.num_blocks or least(tp, self.device, self.affordable_blocks)
-        size, max_blocks = settings.block_size, -(-settings.max_model_len // settings.block_size)
+        size, max_blocks = settings.block_size, blocks_for(settings.max_model_len, settings.block_size)
         cache = allocate(config, self.spec.sizes, self.num_blocks, size, self.dtype, self.device)
         rows = empty_rows(settings.max_num_seqs, max_blocks, settings.max_model_len, self.device)
         self.resident = Resident(cache, rows, make_rope(config, self.device))
@@ -122,7 +122,7 @@ class Machine:
             reserve=activations + 3 * settings.max_num_seqs * width * 4,
             utilization=settings.utilization,
             per_block=block_bytes(config, sizes, settings.block_size, self.dtype),
-            needed=blocks_for_load(settings.max_model_len, settings.max_num_seqs, settings.block_size),
+            needed=settings.max_num_seqs * blocks_for(settings.max_model_len, settings.block_size),
         )
 
     def reserve_for_captures(self, needed: int, report: Report) -> None:
@@ -254,13 +254,7 @@ class Machine:
             eos_token_ids=eos,
         )
         write_joins(
-            self.resident.rows,
-            rows,
-            [join.length for join in plan.joins],
-            [job.prompt_length for job in jobs],
-            [join.block_table for join in plan.joins],
-            sampler,
-            [job.tokens if looks_back(job.sampling) else () for job in jobs],
+            self.resident.rows, plan.joins, [job.prompt_length for job in jobs], sampler, [job.tokens for job in jobs]
         )
 
     def try_logits_fn(self, function: Callable) -> None:

@@ -112,15 +112,10 @@ def activation(gate_up: Float[Tensor, "... two_I"], ctx: Context) -> Float[Tenso
         def value(x: Tensor) -> Tensor:
             return silu_mul(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
-        return Substitute.apply(value, usual_activation, gate_up)
+        return Substitute.apply(value, lambda x: plain.activation(x, ctx), gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
     return (wide / (1 + torch.exp(-wide))).to(gate.dtype) * up
-
-
-def usual_activation(gate_up: Float[Tensor, "... two_I"]) -> Float[Tensor, "... I"]:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 def attention(p: dict, x: Float[Tensor, "T H"], ctx: Context) -> Float[Tensor, "T H"]:

@@ -148,12 +148,3 @@ def resolve(options: EngineOptions, config: ModelConfig, on_gpu: bool) -> Settin
         attention=BACKEND if invariant else options.attention,
     )
     return Settings(**{**given, **decided})
-
-
-def blocks_for_load(max_model_len: int, max_num_seqs: int, block_size: int) -> int:
-    """Blocks that the largest possible load fills: every row at full length.
-
-    >>> blocks_for_load(100, 2, 16)
-    14
-    """
-    return max_num_seqs * -(-max_model_len // block_size)

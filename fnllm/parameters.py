@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fnllm.layers import Layers, check_layers
-from fnllm.prompts import kind
+from fnllm.sampling import kind
 from fnllm_weights import ModelConfig, Params, Shard, check_tree
 
 # Leaves that a function takes out of its layer's dict. One of the caller's own may do without them, or read others.
@@ -32,7 +32,7 @@ def check_model(params: Any, layers: Any) -> Layers:
     """
     check_params_given(params)
     layers = check_layers(layers, params.config)
-    own = [name for name, mine, usual in zip(Layers._fields, layers, Layers(), strict=True) if mine is not usual]
+    own = layers.swapped()
     taken = {leaf for name in own for leaf in TAKEN.get(name, ())}
     handed = {leaf for name in own for leaf in HANDED.get(name, ())}
     check_tree(params, optional=taken, of_any_form=taken | handed, more=any(name in TAKEN for name in own))

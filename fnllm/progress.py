@@ -1,4 +1,4 @@
-"""A progress line on the terminal, with prefill and decode tokens/s."""
+"""A progress line on the terminal, with prefill and decode tokens/s (effect: prints)."""
 
 import shutil
 import sys
@@ -66,8 +66,18 @@ def is_terminal(stream: Any = None) -> bool:
     return stream is not None and getattr(stream, "isatty", lambda: False)()
 
 
+def say(line: str) -> None:
+    """Tell a person at a terminal what is being built."""
+    if is_terminal():
+        print(f"fnllm: {line}", file=sys.stderr)
+
+
+def quiet(line: str) -> None:
+    """Say nothing: another rank builds the same and tells of it."""
+
+
 class Meter:
-    """The progress of one call, drawn on stderr as steps come (effect: writes there, reads the clock).
+    """The progress of one call, drawn on stderr as steps come.
 
     Draws at most ten times a second, so that it costs a running step a comparison.
     """

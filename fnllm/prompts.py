@@ -4,7 +4,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fnllm.sampling import Sampling
+from fnllm.sampling import Sampling, kind
 from fnllm.scheduler import TokenIds, token_ids
 from fnllm_weights.tokenizer import Tokenizer, check_text
 
@@ -172,9 +172,3 @@ def _is_integer(value: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def kind(value: Any) -> str:
-    """A value's type, and the value as far as it is short."""
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -83,11 +83,13 @@ def longest_shared(config: ModelConfig) -> int | None:
     return config.rope.original_max_position_embeddings if config.rope.rope_type == "longrope" else None
 
 
-def turned_otherwise(shorter: int, longer: int, shared: int | None, by_length: bool) -> bool:
+def turned_otherwise(config: ModelConfig, one: int, other: int) -> bool:
     """Whether a key has other angles in prompts of these two lengths; see `longest_shared`.
 
-    by_length: each length beyond `shared` has angles of its own, as with dynamic scaling; longrope has one other set.
+    With dynamic scaling each length beyond that has angles of its own; longrope has one other set.
     """
+    shared, (shorter, longer) = longest_shared(config), sorted((one, other))
+    by_length = config.rope.rope_type == "dynamic"
     return shared is not None and shorter < longer and shared < longer and (by_length or shorter <= shared)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from fnllm.batch import Rows
 from fnllm.edits import Channel, Edit, placed
 from fnllm.sampler import SamplerRows, default_rows, empty_history
+from fnllm.scheduler import Join
 from fnllm.taps import Choice
 
 
@@ -35,10 +36,8 @@ def empty_rows(max_num_seqs: int, max_blocks: int, max_model_len: int, device: t
 
 def write_joins(
     rows: Rows,
-    row: Sequence[int],
-    length: Sequence[int],
-    prompt_length: Sequence[int],
-    block_tables: Sequence[np.ndarray],
+    joins: Sequence[Join],
+    prompt_lengths: Sequence[int],
     sampler: SamplerRows,
     histories: Sequence[Sequence[int]],
 ) -> None:
@@ -47,20 +46,24 @@ def write_joins(
     `sampler` holds their settings on the host; `histories` their known tokens, empty for those that never look back.
     """
     device = rows.length.device
-    tables = np.zeros((len(row), rows.block_table.shape[1]), dtype=np.int32)
-    for index, blocks in enumerate(block_tables):
-        tables[index, : len(blocks)] = blocks
-    where = send(torch.tensor(row, device="cpu"), device)
-    rows.length.index_copy_(0, where, send(torch.tensor(length, dtype=torch.int32, device="cpu"), device))
-    rows.prompt_length.index_copy_(0, where, send(torch.tensor(prompt_length, dtype=torch.int32, device="cpu"), device))
+    tables = np.zeros((len(joins), rows.block_table.shape[1]), dtype=np.int32)
+    for index, join in enumerate(joins):
+        tables[index, : len(join.block_table)] = join.block_table
+
+    def sent(values: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return send(torch.tensor(values, dtype=dtype, device="cpu"), device)
+
+    where = sent([join.row for join in joins], torch.int64)
+    rows.length.index_copy_(0, where, sent([join.length for join in joins], torch.int32))
+    rows.prompt_length.index_copy_(0, where, sent(prompt_lengths, torch.int32))
     rows.block_table.index_copy_(0, where, send(torch.from_numpy(tables), device))
     for field, values in zip(rows.sampler, sampler, strict=True):
         field.index_copy_(0, where, send(values, device))
-    for at, tokens, prompt in zip(row, histories, prompt_length, strict=True):
+    for join, tokens, prompt_length in zip(joins, histories, prompt_lengths, strict=True):
         if tokens:
-            rows.history.tokens[at, : len(tokens)] = send(torch.tensor(tokens, dtype=torch.int32, device="cpu"), device)
-            rows.history.lengths[at] = len(tokens)
-            rows.history.prompt_lengths[at] = prompt
+            rows.history.tokens[join.row, : len(tokens)] = sent(tokens, torch.int32)
+            rows.history.lengths[join.row] = len(tokens)
+            rows.history.prompt_lengths[join.row] = prompt_length
 
 
 def write_tables(rows: Rows, row: np.ndarray, column: np.ndarray, block: np.ndarray) -> None:

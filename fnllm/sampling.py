@@ -126,7 +126,7 @@ class Sampling:
             )
         if self.logits_fn is not None and not callable(self.logits_fn):
             raise TypeError(
-                f"logits_fn must be a function (logits, history) -> logits or None, found {_shown(self.logits_fn)}"
+                f"logits_fn must be a function (logits, history) -> logits or None, found {kind(self.logits_fn)}"
             )
         try:
             hash(self.logits_fn)
@@ -141,7 +141,7 @@ class Sampling:
 def check_sampling(sampling: Any, *, vocab_size: int, has_tokenizer: bool = True) -> None:
     """Check what a request's settings ask of this model; ValueError names the option and the limit."""
     if not isinstance(sampling, Sampling):
-        raise TypeError(f"sampling must be a Sampling or a list of them, found {_shown(sampling)}")
+        raise TypeError(f"sampling must be a Sampling or a list of them, found {kind(sampling)}")
     for token in sampling.stop_token_ids:
         if token >= vocab_size:
             raise ValueError(f"stop_token_ids has {token}, outside the vocabulary: ids are 0 to {vocab_size - 1}")
@@ -174,8 +174,10 @@ def from_defaults(defaults: Iterable[tuple[str, Any]], **options: Any) -> Sampli
     return Sampling(**{**base, **options})
 
 
-def _shown(value: Any) -> str:
-    return f"{type(value).__name__} {value!r}"
+def kind(value: Any) -> str:
+    """A value's type, and the value as far as it is short."""
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
 def _is_bool(value: Any) -> bool:
@@ -193,8 +195,8 @@ def _integer(name: str, value: Any, *, low: int, high: int | None = None, hint: 
     allowed += f" ({hint})" if hint else ""
     if number is None:
         # 2.5 is a wrong value, "2" and True are wrong types
-        kind = ValueError if isinstance(value, float) else TypeError
-        raise kind(f"{name} must be {allowed}, found {_shown(value)}")
+        wrong = ValueError if isinstance(value, float) else TypeError
+        raise wrong(f"{name} must be {allowed}, found {kind(value)}")
     raise ValueError(f"{name} must be {allowed}, found {number}")
 
 
@@ -218,20 +220,20 @@ def check_number(
     bounds = [f"{sign} {bound:g}" for sign, bound in ((">=", low), (">", above), ("<=", high)) if bound is not None]
     allowed = "a finite number" + (" " + " and ".join(bounds) if bounds else "") + " or -inf" * forbids
     if number is None:
-        raise TypeError(f"{name} must be {allowed}, found {_shown(value)}")
+        raise TypeError(f"{name} must be {allowed}, found {kind(value)}")
     raise ValueError(f"{name} must be {allowed}, found {number:g}")
 
 
 def check_flag(name: str, value: Any) -> bool:
     """A plain bool, numpy's being one too; TypeError that begins with `name` for anything else, such as a string."""
     if not _is_bool(value):
-        raise TypeError(f"{name} must be True or False, found {_shown(value)}")
+        raise TypeError(f"{name} must be True or False, found {kind(value)}")
     return bool(value)
 
 
 def _items(name: str, value: Any, what: str) -> list:
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be {what}, found {_shown(value)}")
+        raise TypeError(f"{name} must be {what}, found {kind(value)}")
     return list(value)
 
 
@@ -244,7 +246,7 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
     items = [value] if isinstance(value, str) else _items("stop", value, "a string or a list of strings")
     for i, item in enumerate(items):
         if not isinstance(item, str):
-            raise TypeError(f"stop[{i}] must be a string, found {_shown(item)}; token ids go into stop_token_ids")
+            raise TypeError(f"stop[{i}] must be a string, found {kind(item)}; token ids go into stop_token_ids")
         if not item:
             raise ValueError(f"stop[{i}] is empty; an empty string would stop at once, leave it out")
         if any("\ud800" <= character <= "\udfff" for character in item):

@@ -25,7 +25,7 @@ from fnllm.prompts import normalise
 from fnllm.rope import Rope, make_rope, rope_tables
 from fnllm.rows import choices_of
 from fnllm.sampler import log_normaliser, masked_logits, token_logprobs, top_tokens
-from fnllm.taps import Taps, no_taps, whole_site, whole_sites
+from fnllm.taps import Taps, whole_site, whole_sites
 from fnllm.tensor_parallel import SINGLE, TensorParallel
 from fnllm.trial import check_reached, watched_edits, watched_layers
 from fnllm_weights import Params, ParamTree, local_sizes
@@ -88,7 +88,7 @@ def score(
     looked = [expand(params.config, one) for one in captures_of_each(capture, len(ids))]
     results: list[Any] = []
     with at_device(params.tree["norm"].device):
-        for one in passes(params, ids, layers, edits, looked, checkpoint, numerics, max_batched_tokens, tp):
+        for one in passes(params, ids, layers, edits, looked, numerics, max_batched_tokens, tp, checkpoint=checkpoint):
             lengths = [len(ids[i]) for i in one.group]
             logprobs = [part[1:] for part in packed_logprobs(params.tree, one.hidden, one.ctx).split(lengths)]
             if capture is None:
@@ -104,16 +104,16 @@ def prompt_logprobs(
     counts: Sequence[int],
     *,
     layers: Layers,
-    edits: Any = (),
-    numerics: str = "default",
-    max_batched_tokens: int = 16384,
-    tp: TensorParallel | None = None,
+    edits: Sequence[Sequence[Edit]],
+    numerics: str,
+    max_batched_tokens: int,
+    tp: TensorParallel,
 ) -> list[tuple[TokenLogprob | None, ...]]:
     """Each prompt token's log-probability and the `counts[i]` most likely ones at its place; None for the first."""
     results: list[tuple[TokenLogprob | None, ...]] = []
     nothing = [NOTHING] * len(prompts)
     with torch.no_grad():
-        for one in passes(params, prompts, layers, edits, nothing, False, numerics, max_batched_tokens, tp):
+        for one in passes(params, prompts, layers, edits, nothing, numerics, max_batched_tokens, tp):
             most = max(counts[i] for i in one.group)
             parts = zip(*packed_tokens(params.tree, one, most), strict=True)
             ids, values, top_ids, top = (torch.cat(part).tolist() for part in parts)
@@ -134,10 +134,11 @@ def passes(
     layers: Layers,
     edits: Any,
     captures: Sequence[Capture],
-    checkpoint: bool,
     numerics: str,
     max_batched_tokens: int,
     tp: TensorParallel | None,
+    *,
+    checkpoint: bool = False,
 ) -> Iterator[Pass]:
     """Packed forward passes over the sequences, in order."""
     check_numerics(numerics)
@@ -237,7 +238,7 @@ def context(
         backend=BACKEND,
         max_context=0,
         metadata=None,
-        taps=taps or no_taps(),
+        taps=taps or Taps(),
     )
 
 

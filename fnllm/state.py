@@ -7,7 +7,7 @@ from typing import Any, SupportsIndex
 from fnllm import scheduler
 from fnllm.capture import needs_whole_prompt
 from fnllm.prompts import check_ids
-from fnllm.rope import turned_otherwise
+from fnllm.rope import longest_shared, turned_otherwise
 from fnllm.sampler import child_seed
 from fnllm.sampling import check_seed
 from fnllm.scheduler import Request, SchedulerState
@@ -23,12 +23,10 @@ class State:
     """
 
     scheduler: SchedulerState
-    clock: int = 0
-    variant: Any = None  # the layers, edits and captures that compute what the cache holds
-    config: ModelConfig | None = None  # of the model that computes it; None: any token id may be added
-    machine: str = ""  # whose cache that is
-    longest_shared: int | None = None  # a longer prompt shares no keys with others; None: any may
-    by_length: bool = False  # beyond that, each length turns keys by angles of its own
+    clock: int
+    variant: Any  # the layers, edits and captures that compute what the cache holds
+    config: ModelConfig  # of the model that computes it
+    machine: str  # whose cache that is
     flights: tuple[tuple[str, int], ...] = ()
 
     def __repr__(self) -> str:
@@ -44,8 +42,7 @@ def add(state: State, request: Request) -> tuple[State, int]:
     check_state(state)
     if not isinstance(request, Request):
         raise TypeError(f"request must be what engine.request returns, found {type(request).__name__}")
-    if state.config is not None:
-        check_ids("prompt", request.prompt, state.config.vocab_size)
+    check_ids("prompt", request.prompt, state.config.vocab_size)
     planned, seq_id = scheduler.add(state.scheduler, request)
     return replace(state, scheduler=planned), seq_id
 
@@ -84,21 +81,22 @@ def append(state: State, seq_id: int, tokens: Sequence[int] = (), *, max_tokens:
     if not isinstance(tokens, Iterable):
         raise TypeError(f"tokens must be a list of token ids, found {type(tokens).__name__} {tokens!r}")
     tokens = tuple(tokens)
-    if tokens and state.config is not None:
+    if tokens:
         tokens = check_ids("tokens", tokens, state.config.vocab_size)
     planned = scheduler.append(state.scheduler, seq_id, tokens, max_tokens)
     planned = with_own_angles(state, planned, seq_id)
     sequence = planned.sequences[seq_id]
     captured = needs_whole_prompt(sequence.request.payload.capture, sequence.prompt_len)
-    if captured or not may_share(sequence.prompt_len, state.longest_shared):
+    if captured or not may_share(state.config, sequence.prompt_len):
         # The new tokens are captured, or turned by the new length: they must be computed, not found.
         alone = replace(sequence, request=replace(sequence.request, use_cache=False), numbers=())
         planned = replace(planned, sequences=planned.sequences.set(seq_id, alone))
     return replace(state, scheduler=planned)
 
 
-def may_share(prompt_length: int, longest: int | None) -> bool:
+def may_share(config: ModelConfig, prompt_length: int) -> bool:
     """Whether a prompt may have keys in common with others."""
+    longest = longest_shared(config)
     return longest is None or prompt_length <= longest
 
 
@@ -119,7 +117,7 @@ def with_own_angles(state: State, changed: SchedulerState, seq_id: int) -> Sched
     After a preemption it would get those angles, and its tokens must not depend on preemption.
     """
     before, after = (one.sequences[seq_id].prompt_len for one in (state.scheduler, changed))
-    if turned_otherwise(min(before, after), max(before, after), state.longest_shared, state.by_length):
+    if turned_otherwise(state.config, before, after):
         return scheduler.preempt(changed, seq_id)
     return changed
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from fnllm.edits import Channel, name_of, values_for, width_given
+from fnllm.edits import Channel, column, name_of, values_for, width_given
 from fnllm.tensor_parallel import TensorParallel
 from fnllm_weights import ModelConfig, Shard, local_sizes
 
@@ -85,7 +85,7 @@ def edited(x: Tensor, channel: Channel, choice: Choice, ctx: "Context") -> Tenso
             f"the edit {name_of(channel.apply)} at {channel.site} must return the shape and dtype it was given, "
             f"{tuple(x.shape)} {x.dtype}; found {found}"
         )
-    return torch.where(choice.active[entry].view(-1, *(1,) * (x.dim() - 1)), y, x)
+    return torch.where(column(choice.active[entry], x), y, x)
 
 
 def part_of(site: str, ctx: "Context") -> str:
@@ -115,8 +115,3 @@ def whole_site(name: str, x: Tensor, config: ModelConfig, tp: TensorParallel) ->
             parts.append(everyone[:, rank * span.rows : rank * span.rows + span.stop - span.start])
             known = span.stop
     return torch.cat(parts, 1)
-
-
-def no_taps() -> Taps:
-    """Taps that see and change nothing."""
-    return Taps()

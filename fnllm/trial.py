@@ -65,8 +65,7 @@ def watched_layers(layers: Layers, *, traced: bool = False) -> Layers:
     """The layers with every swapped function watched."""
     changed = {
         name: watched(f"layers.{name}", mine, EXPECTED[name], layers if traced else None)
-        for name, mine, usual in zip(Layers._fields, layers, Layers(), strict=True)
-        if mine is not usual
+        for name, mine in layers.swapped().items()
     }
     return layers._replace(**changed)
 

@@ -3,6 +3,7 @@
 import functools
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import fnllm
 from fnllm.layers import Layers
 from fnllm.rope import make_rope
 from fnllm.scoring import context, packed_batch
+from fnllm.tensor_parallel import SINGLE, TensorParallel
 from fnllm_weights import ModelConfig, Params
 from fnllm_weights.init import init
 from fnllm_weights.params import walk
@@ -100,12 +102,18 @@ def spelling_tokenizer():
     return make_tokenizer(backend)
 
 
-def plain_logits(params: Params, ids: Sequence[int]) -> Tensor:
+def greedy(count: int) -> fnllm.Sampling:
+    """The most likely token, so many times."""
+    return replace(GREEDY, max_tokens=count)
+
+
+def plain_logits(params: Params, ids: Sequence[int], tp: TensorParallel = SINGLE) -> Tensor:
     """Logits of every position by one forward pass over the whole sequence: no cache, no blocks, no batch."""
     with torch.no_grad():
         rope = make_rope(params.config, params.tree["norm"].device)
-        ctx = context(params, packed_batch(torch.tensor(ids), [len(ids)], rope), Layers())
-        return ctx.layers.lm_head(params.tree["lm_head"], fnllm.forward(params.tree, ctx), ctx)
+        ctx = context(params, packed_batch(torch.tensor(ids), [len(ids)], rope), Layers(), tp=tp)
+        local = ctx.layers.lm_head(params.tree["lm_head"], fnllm.forward(params.tree, ctx), ctx)
+        return tp.all_gather(local)[:, : params.config.vocab_size]
 
 
 def plain_greedy(params: Params, prompt: Sequence[int], count: int) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ def features_of(samplings: Sequence[Any], *, eos_token_ids: Sequence[int] = ()) 
         top_p=any(s.top_p < 1 for s in drawn),
         min_p=any(s.min_p > 0 for s in drawn),
         candidates=bool(filtered) and all(1 <= s.top_k <= CANDIDATES for s in filtered),
-        penalties=any(_has_penalty(s) for s in samplings),
+        penalties=any(has_penalty(s) for s in samplings),
         bias=_width(len(s.logit_bias or ()) for s in samplings),
         stops=_width(len(stop_ids(s, eos_token_ids)) for s in samplings),
         logprobs=max(logprobs, default=None),
@@ -101,7 +101,8 @@ def stop_ids(sampling: Any, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted({*eos, *sampling.stop_token_ids}))
 
 
-def _has_penalty(s: Any) -> bool:
+def has_penalty(s: Any) -> bool:
+    """Whether a request asks for one of the three penalties."""
     return s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
 
 

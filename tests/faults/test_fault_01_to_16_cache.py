@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from tiny_models import GREEDY, drain, plain_greedy, tiny
+from tiny_models import drain, greedy, plain_greedy, tiny
 
 import fnllm
 from fnllm import scheduler
@@ -13,10 +13,6 @@ from fnllm import scheduler
 SETTINGS = [{"prefix_cache": cache, "max_chunk": chunk} for cache in (True, False) for chunk in (1, 3, None)]
 each_setting = pytest.mark.parametrize("setting", SETTINGS, ids=[str(list(one.values())) for one in SETTINGS])
 PROMPT = [5, 6, 7, 9, 10, 11, 12, 3, 1, 2, 4, 8]
-
-
-def greedy(count: int) -> fnllm.Sampling:
-    return dataclasses.replace(GREEDY, max_tokens=count)
 
 
 def make(setting, blocks=40, size=4, length=48, seqs=4, params=None, **options) -> fnllm.Engine:

@@ -1,9 +1,7 @@
 """Reported faults of admission, limits and scheduling, through `generate`."""
 
-import dataclasses
-
 import pytest
-from tiny_models import GREEDY, plain_greedy, speller, tiny
+from tiny_models import greedy, plain_greedy, speller, tiny
 
 import fnllm
 from fnllm import scheduler
@@ -12,10 +10,6 @@ SETTINGS = [{"prefix_cache": cache, "max_chunk": chunk} for cache in (True, Fals
 each_setting = pytest.mark.parametrize("setting", SETTINGS, ids=[str(list(one.values())) for one in SETTINGS])
 GOOD = [[5, 6, 7], [8, 9]]
 SIZES = {"num_blocks": 20, "block_size": 4, "max_num_seqs": 4}
-
-
-def greedy(count: int) -> fnllm.Sampling:
-    return dataclasses.replace(GREEDY, max_tokens=count)
 
 
 @each_setting

@@ -1,6 +1,5 @@
 """Reported faults of the model functions, compiled steps, memory sizing and installation."""
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import GREEDY, NAMES, ORACLE, checkpoint, golden, plain_greedy, tiny
+from tiny_models import NAMES, ORACLE, checkpoint, golden, greedy, plain_greedy, tiny
 from tracing import traced_by
 
 import fnllm
@@ -21,10 +20,6 @@ from fnllm_weights.params import walk
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"num_blocks": 60, "block_size": 4, "max_model_len": 64}
-
-
-def greedy(count: int) -> fnllm.Sampling:
-    return dataclasses.replace(GREEDY, max_tokens=count)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,15 +12,11 @@ from fnllm_kernels.qk_norm_rope_attention import qk_norm_rope_attention, qk_norm
 from fnllm_kernels.qk_norm_rope_store import qk_norm_rope_store
 from fnllm_kernels.silu_mul import _silu_mul_triton
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
-@pytest.fixture(autouse=True)
-def unwritten_is_nan():
-    """torch.empty gives NaN or the largest integer, so what a kernel fails to write shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("unwritten_is_nan"),
+]
 
 
 def copied(arguments):

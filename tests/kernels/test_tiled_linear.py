@@ -35,15 +35,6 @@ from fnllm_kernels.tiled_linear import (
 SHAPES = [(3, 104, 40), (70, 48, 72), (1, 704, 16), (65, 200, 136), (33, 64, 96)]
 
 
-@pytest.fixture
-def unwritten_is_nan():
-    """torch.empty gives NaN, so what a kernel fails to write shows."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
 def check_parts(found, x, w, deep, relative=1e-6):
     """Each part is the product of its whole tiles of so many inputs, in float32, and zeros where it has none."""
     count = found.shape[0]

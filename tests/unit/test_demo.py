@@ -1,31 +1,20 @@
 """The shipped demo model: its text, its training, and the checkpoint itself."""
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
+from examples_of import example
+from tiny_models import plain_logits
 from torch.utils._pytree import tree_map
 
-from fnllm import Layers, Sampling, forward, generate, load, score
-from fnllm.layers import lm_head
-from fnllm.rope import make_rope
-from fnllm.scoring import context, packed_batch
+from fnllm import Sampling, generate, load, score
 from fnllm_weights import ModelConfig, check_params, local_sizes, save
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "fnllm" / "demo"
-
-
-def example(name: str) -> ModuleType:
-    """A script of examples/ as a module."""
-    spec = importlib.util.spec_from_file_location(f"examples_{name}", ROOT / "examples" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 text, training, smollm2 = example("demo_text"), example("train_demo"), example("make_smollm2")
@@ -206,10 +195,8 @@ def test_demo_agrees_with_transformers(demo):
     sentence = "Mr. Darcy, said the LORD, is a man of 10,000 a year."
     ids = demo.tokenizer.encode(sentence)
     assert transformers.AutoTokenizer.from_pretrained(DEMO).encode(sentence) == list(ids)
-    ctx = context(demo, packed_batch(torch.tensor(ids), [len(ids)], make_rope(demo.config, "cpu")), Layers())
     with torch.no_grad():
-        logits = lm_head(demo.tree["lm_head"], forward(demo.tree, ctx), ctx)
-        torch.testing.assert_close(logits, reference(torch.tensor([ids])).logits[0], rtol=0, atol=1e-4)
+        torch.testing.assert_close(plain_logits(demo, ids), reference(torch.tensor([ids])).logits[0], rtol=0, atol=1e-4)
 
 
 def test_saved_weights_can_be_read_by_whom_the_config_can(demo, tmp_path):

@@ -117,6 +117,20 @@ def test_no_module_keeps_what_threads_would_share():
     assert not shared
 
 
+EFFECTS = {"print", "open", "input", "read_text", "read_bytes", "write_text", "unlink", "_exit", "CUDAGraph"}
+
+
+def test_files_with_effects_say_so():
+    """Of effects those that a call shows by its name."""
+    silent = []
+    for path in SOURCES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        called = {ast.unparse(node.func).split(".")[-1] for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        if called & EFFECTS and "(effect" not in path.read_text(encoding="utf-8").partition("\n")[0]:
+            silent.append(path.relative_to(ROOT).as_posix())
+    assert not silent
+
+
 def run(code: str, **environment: str) -> str:
     """What a fresh interpreter prints."""
     paths = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "kernels", ROOT / "weights"))

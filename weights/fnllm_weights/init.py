@@ -6,7 +6,7 @@ import torch
 
 from .config import ModelConfig
 from .params import ParamTree, as_dtype, build_tree
-from .shard import WHOLE, Shard, leaves
+from .shard import WHOLE, Shard, index_of, leaves
 
 STD = 0.02
 
@@ -29,15 +29,14 @@ def init(
     for leaf in leaves(config, shard):
         out = torch.empty(leaf.shape, dtype=dtype, device=device)
         for box in leaf.padding:
-            out[tuple(slice(*bounds) for bounds in box)] = 0
+            out[index_of(box)] = 0
         for piece in leaf.pieces:
             if piece.tensor.endswith("norm.weight"):
                 out.fill_(1)
                 continue
             noise = torch.empty(piece.shape, dtype=dtype, device=device)
             noise.normal_(0, STD, generator=torch.Generator(device).manual_seed(_stream(seed, piece.tensor)))
-            source = tuple(slice(*bounds) for bounds in piece.source)
-            out[tuple(slice(*bounds) for bounds in piece.dest)] = noise[source]
+            out[index_of(piece.dest)] = noise[index_of(piece.source)]
         tensors[leaf.path] = out
     return build_tree(config, tensors)
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .plan import Copy, LoadPlan, chunks
-from .shard import Box, Path
+from .shard import Path, index_of
 
 CHUNK = 16 << 20  # bytes; large enough for the bus to run at full speed, small enough to share out evenly
 GPU_THREADS = 8
@@ -53,7 +53,7 @@ def execute(
         tensors = {leaf.path: torch.empty(leaf.shape, dtype=dtype, device=device) for leaf in plan.leaves}
     for leaf in plan.leaves:
         for box in leaf.padding:
-            view(tensors[leaf.path], box).zero_()
+            tensors[leaf.path][index_of(box)].zero_()
     work = [part for copy in plan.copies for part in chunks(copy, CHUNK)]
     threads = max(1, min(_threads(device), len(work)))
     ready = torch.cuda.Event() if device.type == "cuda" else None
@@ -69,11 +69,6 @@ def execute(
     return tensors, LoadReport(sum(read.values()), time.perf_counter() - began, dict(read))
 
 
-def view(tensor: Tensor, box: Box) -> Tensor:
-    """The part of a tensor that a box names."""
-    return tensor[tuple(slice(*bounds) for bounds in box)]
-
-
 def _threads(device: torch.device) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # On the CPU torch's own threads share each copy; ours multiply them only where torch was told to use few.
@@ -83,7 +78,7 @@ def _threads(device: torch.device) -> int:
 def _fill(work: Iterable[Copy], handles: Mapping[str, Any], tensors: Mapping[Path, Tensor]) -> Counter[str]:
     read: Counter[str] = Counter()
     for copy in work:
-        view(tensors[copy.path], copy.dest).copy_(_read(handles, copy, read))
+        tensors[copy.path][index_of(copy.dest)].copy_(_read(handles, copy, read))
     return read
 
 
@@ -107,7 +102,7 @@ def _fill_gpu(
                 part = _read(handles, copy, read)
                 sent[number % 2].synchronize()
                 staged = stage(part, buffers[number % 2])
-                target = view(tensors[copy.path], copy.dest)
+                target = tensors[copy.path][index_of(copy.dest)]
                 # Another dtype is converted on the device: on the CPU that would cost more than the reading.
                 moved = staged if staged.dtype == target.dtype else staged.to(device, non_blocking=True)
                 target.copy_(moved, non_blocking=True)
@@ -131,10 +126,10 @@ def stage(part: Tensor, buffer: Tensor) -> Tensor:
 
 
 def _read(handles: Mapping[str, Any], copy: Copy, read: Counter[str]) -> Tensor:
-    part = _slice(handles[copy.file], copy.tensor, copy.source)
+    part = handles[copy.file].get_slice(copy.tensor)[index_of(copy.source)]
     read[copy.tensor] += part.numel() * part.element_size()
     if copy.twin:
-        other = _slice(handles[copy.twin.file], copy.twin.tensor, copy.source)
+        other = handles[copy.twin.file].get_slice(copy.twin.tensor)[index_of(copy.source)]
         read[copy.twin.tensor] += other.numel() * other.element_size()
         if not torch.equal(part, other.to(part.dtype)):
             raise ValueError(
@@ -142,10 +137,6 @@ def _read(handles: Mapping[str, Any], copy: Copy, read: Counter[str]) -> Tensor:
                 "set tie_word_embeddings to false to use both"
             )
     return part
-
-
-def _slice(handle: Any, tensor: str, box: Box) -> Tensor:
-    return handle.get_slice(tensor)[tuple(slice(*bounds) for bounds in box)]
 
 
 def _open(file: FilePath) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .architectures import ARCHITECTURES
 from .config import ModelConfig
 from .params import DTYPES, Params, as_dtype, check_params
-from .shard import leaves
+from .shard import index_of, leaves
 
 MAX_FILE = 5_000_000_000  # bytes of weights per file, the size published checkpoints use
 
@@ -65,7 +65,7 @@ def checkpoint_tensors(params: Params) -> dict[str, Tensor]:
         for key in leaf.path:
             value = value[key]
         for piece in leaf.pieces:
-            found[piece.tensor] = value[tuple(slice(*bounds) for bounds in piece.dest)].reshape(piece.shape)
+            found[piece.tensor] = value[index_of(piece.dest)].reshape(piece.shape)
     return found
 
 

@@ -65,6 +65,11 @@ class Leaf(NamedTuple):
     padding: tuple[Box, ...] = ()
 
 
+def index_of(box: Box) -> tuple[slice, ...]:
+    """What indexes a tensor by a box."""
+    return tuple(slice(*bounds) for bounds in box)
+
+
 def path_name(path: Path) -> str:
     """`("layers", 1, "qkv")` as `layers[1].qkv`."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")

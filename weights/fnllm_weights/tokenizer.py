@@ -1,4 +1,4 @@
-"""The checkpoint's tokenizer: text or chat to ids and back, read from the files beside the weights."""
+"""The checkpoint's tokenizer: text or chat to ids and back, read from the files beside the weights (effect)."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,5 +1,6 @@
 """States are values: snapshots never disturb one another, forks share blocks, logs replay; searches built on them."""
 
+import dataclasses
 import math
 import random
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from examples_of import example
+from tiny_models import drain
 
 import fnllm
 
@@ -19,16 +21,7 @@ search = example("search")
 
 def alone(params, prompt, sampling, **changes):
     changes = {"max_tokens": 12, **changes}
-    import dataclasses
-
     return fnllm.generate(params, [prompt], dataclasses.replace(sampling, **changes), **SMALL)[0].token_ids
-
-
-def drain(engine, state):
-    step = True
-    while step is not None:
-        state, step = engine.step(state)
-    return state
 
 
 def new_tokens(state, seq_id, prompt=PROMPT):

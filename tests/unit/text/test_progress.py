@@ -78,5 +78,8 @@ def test_only_a_terminal_gets_it(monkeypatch):
     assert not progress.is_terminal(io.StringIO())
     monkeypatch.setattr(progress.sys, "stderr", Terminal())
     assert progress.is_terminal()
+    progress.say("built")
+    assert progress.sys.stderr.getvalue() == "fnllm: built\n"
     monkeypatch.setattr(progress.sys, "stderr", None)  # as under pythonw
     assert not progress.is_terminal()
+    progress.say("built")

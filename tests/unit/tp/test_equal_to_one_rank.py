@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import plain_logits
 
 import fnllm
 import fnllm_weights
-from fnllm.rope import make_rope
-from fnllm.scoring import context, packed_batch
 from fnllm.tensor_parallel import Call, counting
 from fnllm_weights import ModelConfig, Shard
 from fnllm_weights.init import init
@@ -55,11 +54,7 @@ def random_params(config: ModelConfig, shard: Shard = Shard()) -> fnllm.Params: 
 
 
 def all_logits(tp, params: fnllm.Params, ids: list[int]) -> torch.Tensor:
-    batch = packed_batch(torch.tensor(ids), [len(ids)], make_rope(params.config, torch.device("cpu")))
-    ctx = context(params, batch, fnllm.Layers(), tp=tp)
-    with torch.no_grad():
-        local = ctx.layers.lm_head(params.tree["lm_head"], fnllm.forward(params.tree, ctx), ctx)
-    return tp.all_gather(local)[:, : params.config.vocab_size]
+    return plain_logits(params, ids, tp)
 
 
 def one_and_many(size: int, make, ids: list[int]):

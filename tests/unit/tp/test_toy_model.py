@@ -1,19 +1,14 @@
 """The toy model of examples/toy_tensor_parallel.py: its shapes on each of two ranks, and its exchanges."""
 
-import importlib.util
-from pathlib import Path
-
 import torch
+from examples_of import example
 
 import fnllm
 from fnllm.tensor_parallel import Call
 from fnllm_weights import Shard, local_sizes
 from fnllm_weights.init import init
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "toy_tensor_parallel.py"
-spec = importlib.util.spec_from_file_location("toy_tensor_parallel", EXAMPLE)
-toy = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(toy)
+toy = example("toy_tensor_parallel")
 
 SHAPES = [
     ("embedding rows", (16, 8)),  # half of V = 32
