@@ -7,6 +7,7 @@ import torch
 from unit.sampler.settings import FILTERS, NOISE, Settings, kept_by_sorting
 
 from fnllm.sampler import (
+    History,
     SamplerFeatures,
     default_rows,
     draw,
@@ -90,6 +91,34 @@ def test_fault_39_a_seeded_row_draws_the_same_in_any_order_and_batch():
                 features=FILTERS, vocab_limit=40, kernels=kernels,
             )  # fmt: skip
             assert torch.equal(got.ids, want[index])
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"top_k": 3},
+        {"top_p": 0.4},
+        {"min_p": 0.3},
+        {"presence_penalty": 2.0},
+        {"logit_bias": {7: 5.0}},
+        {"min_tokens": 9, "stop_token_ids": (3, 4)},
+        {"logits_fn": lambda z, history: -z},
+    ],
+    ids=lambda own: next(iter(own)),
+)
+def test_rows_with_the_settings_that_are_read_draw_what_whole_rows_draw(own):
+    torch.manual_seed(1)
+    settings = [Settings(seed=row, **(own if row % 2 else {})) for row in range(6)]
+    features, index = features_of(settings), torch.tensor([5, 1, 2, 3])
+    rows, logits = rows_from_sampling(settings, features=features), torch.randn(4, 23)
+    history = History(torch.arange(24, dtype=torch.int32).view(4, 6), torch.zeros(4).long(), torch.full((4,), 6))
+    options = {"features": features, "vocab_limit": 23, "history": history}
+    for position in range(5):
+        whole, read = (
+            sample(logits, taken, torch.full((4,), position), **options).ids
+            for taken in (take_rows(rows, index), take_rows(rows, index, features))
+        )
+        assert torch.equal(read, whole)
 
 
 @pytest.mark.parametrize(
