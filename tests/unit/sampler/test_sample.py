@@ -187,6 +187,9 @@ def test_bias_and_min_tokens():
         sample(logits, rows, torch.full((4,), p), features=features, vocab_limit=5).ids.tolist() for p in (4, 5, 6)
     ]
     assert draws == [[3, 4, 2, 1], [3, 4, 2, 1], [1, 4, 1, 1]]
+    first = [Settings(temperature=0, logit_bias={0: 9.0})]
+    rows = rows_from_sampling(first, features=features_of(first))
+    assert sample(logits[:1], rows, torch.arange(1), features=features_of(first), vocab_limit=5).ids.tolist() == [0]
 
 
 def test_logits_fn_sees_the_whole_vocabulary_and_only_its_rows():
