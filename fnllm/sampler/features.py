@@ -43,7 +43,7 @@ def features_of(samplings: Sequence[Any], *, eos_token_ids: Sequence[int] = ()) 
         min_p=any(s.min_p > 0 for s in drawn),
         candidates=bool(filtered) and all(1 <= s.top_k <= CANDIDATES for s in filtered),
         penalties=any(has_penalty(s) for s in samplings),
-        bias=_width(len(s.logit_bias or ()) for s in samplings),
+        bias=_width(len(s.logit_bias) for s in samplings),
         stops=_width(len(stop_ids(s, eos_token_ids)) for s in samplings),
         logprobs=max(logprobs, default=None),
         logits_fns=in_one_order(s.logits_fn for s in samplings if s.logits_fn is not None),

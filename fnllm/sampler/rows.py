@@ -83,7 +83,7 @@ def rows_from_sampling(
         if len(values) != n:
             raise ValueError(f"{name} holds {len(values)} values for {n} samplings; give one per sampling")
     stops = [stop_ids(s, eos_token_ids) for s in samplings]
-    biases = [dict(s.logit_bias or {}) for s in samplings]
+    biases = [dict(s.logit_bias) for s in samplings]
     values = [[bounded(value) for value in b.values()] for b in biases]
     fns = [NO_ID if s.logits_fn is None else _index(features.logits_fns, s.logits_fn) for s in samplings]
 

@@ -108,7 +108,7 @@ def _fill_blocks(
                 key = (numbers[index - 1] if index else root(sequence), blocks[index])
                 items.append((key, sequence.table[index], numbers[index] if index < len(numbers) else -1, seq_id))
             new = len(items) - 1 if len(numbers) < last else -1
-        if new >= 0 or blocks is not sequence.blocks:
+        if blocks is not sequence.blocks:  # a prompt's blocks have their numbers from the start
             moved.append((seq_id, sequence, blocks, tail, new))
     pool, given = publish(state.pool, items)
     for seq_id, sequence, blocks, tail, new in moved:

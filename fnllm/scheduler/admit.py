@@ -44,13 +44,13 @@ def admit(
     """Gives rows to waiting sequences while rows, `budget` tokens and blocks last.
 
     A sequence is admitted when all its known tokens fit into idle blocks, beyond `reserved` ones (which running
-    prompts still need) and a margin for running sequences to grow; if nothing runs, it is admitted in any case. One
-    whose next block is just being computed by another is passed over until that block can be shared. So that long
-    lines of such sequences cost no time, only as many as there are rows are passed over in a step. One without blocks
-    is computed with the weights that `version()` names, also when those before a preemption were others.
+    prompts still need) and a block for every four running sequences, which grow; if nothing runs, it is admitted in any
+    case. One whose next block is just being computed by another is passed over until that block can be shared. So that
+    long lines of such sequences cost no time, only as many as there are rows are passed over in a step. One without
+    blocks is computed with the weights that `version()` names, also when those before a preemption were others.
     """
     config, size = state.config, state.config.block_size
-    rows = (state.rows.seq_id == EMPTY).nonzero()[0].tolist() if state.waiting else []
+    rows = (state.rows.seq_id == EMPTY).nonzero()[0].tolist()
     entrants: list[Entrant] = []
     passed, present = 0, functools.cache(version)
     for seq_id in iterate(state.waiting):

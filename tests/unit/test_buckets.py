@@ -126,6 +126,8 @@ def test_a_bucket_of_padding_has_the_shapes_of_its_steps():
             assert (ours is None) == (theirs is None)
             assert ours is None or (ours.shape == theirs.shape and ours.dtype == theirs.dtype)
         assert not empty.accept.any() and set(empty.row.tolist()) == {40}
+        each = 1 if tokens is None else 0  # a decode step's entries have a token each, padding too
+        assert empty.cu_seqlens.tolist() == [each * entry for entry in range(len(inputs.row) + 1)]
 
 
 def test_few_bounds_on_the_context():

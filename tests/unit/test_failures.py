@@ -2,11 +2,14 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import GREEDY, tiny
 
 import fnllm
+from fnllm import scheduler
+from fnllm.failures import awaits
 from fnllm.sampler import Sampled, sample
 
 PROMPTS = [[1, 2], [3, 4, 5], [6]]
@@ -73,6 +76,7 @@ def test_a_broken_weight_fails_every_request_of_a_stream():
         weight[3, 3] = kept
     assert sorted((one.index, one.sample) for one in chunks) == [(i, n) for i in range(3) for n in range(2)]
     assert all("NaN" in str(one.completion.error) for one in chunks)
+    assert not any("logits_fn" in str(one.completion.error) for one in chunks), "they have none"
 
 
 def test_blocks_that_held_nan_are_clean_for_whoever_has_them_next():
@@ -110,6 +114,19 @@ def test_a_prompt_whose_first_chunk_breaks_its_keys_ends_there():
     assert fnllm.tokens(state, broken) == tuple(range(1, 21))
     wanted = fnllm.generate(params, [list(range(1, 11))], settings(), **SMALL)[0].token_ids
     assert fnllm.tokens(state, healthy)[10:] == wanted
+
+
+def test_a_failure_of_a_step_that_no_longer_counts_is_none():
+    state = scheduler.init(scheduler.SchedulerConfig(8, 4, 2, 16, 32))
+    state, seq_id = scheduler.add(state, scheduler.Request((1, 2, 3), 5))
+    state, first = scheduler.schedule(state)
+    state = scheduler.truncate(state, seq_id, 3)  # its token of the first step is dropped
+    state, second = scheduler.schedule(state)
+    for now in (state, scheduler.preempt(state, seq_id)):
+        assert [awaits(now, plan, seq_id) for plan in (first, second)] == [False, True]
+        now, dropped = scheduler.commit(now, first, np.array([7]))
+        _, accepted = scheduler.commit(now, second, np.array([8]))
+        assert (dropped.tokens.tolist(), accepted.tokens.tolist()) == ([], [8])
 
 
 def test_a_failure_hides_no_steps_that_others_took_meanwhile():

@@ -296,6 +296,8 @@ def test_min_tokens_holds_off_eos_stop_ids_and_stop_strings():
     assert len(held.token_ids) >= 6 and 1 not in held.token_ids[:6]
     stop = dataclasses.replace(plain, stop="cd")
     assert fnllm.generate(ROUND, "x", stop, **SMALL)[0].text == "ab"
+    last = fnllm.generate(ROUND, "x", dataclasses.replace(stop, max_tokens=2), **SMALL)[0]
+    assert (last.text, last.finish_reason, last.stop_reason) == ("ab", "stop", "cd"), "the last token completes it"
     late = fnllm.generate(ROUND, "x", dataclasses.replace(stop, min_tokens=3), **SMALL)[0]
     assert late.text == "abcdexab" and late.stop_reason == "cd"
 
@@ -335,6 +337,7 @@ def test_joined_chunks_are_the_completion(setting):
     for key, whole in zip(sorted(pieces), done, strict=True):
         chunks = pieces[key]
         assert [c.finished for c in chunks] == [False] * (len(chunks) - 1) + [True]
+        assert all(len(c.token_ids) <= 1 for c in chunks), "each token is shown as it comes"
         last = chunks[-1].completion
         assert "".join(c.text for c in chunks) == last.text == whole.text
         assert sum((c.token_ids for c in chunks), ()) == last.token_ids == whole.token_ids

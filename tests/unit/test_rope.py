@@ -31,6 +31,7 @@ SCALINGS = {
     "yarn-mscale": {**YARN, "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.3},
     "yarn-mscale-alone": {**YARN, "mscale": 0.707},
     "yarn-betas": {**YARN, "beta_fast": 20.0, "beta_slow": 2.0, "truncate": False},
+    "yarn-ramp-past-the-end": {**YARN, "original_max_position_embeddings": 600},  # with a base of 10
     "yarn-shrunk": {**YARN, "factor": 1.0},
     "yarn-without-factor": {**YARN, "factor": None},
     "llama3": {**LLAMA3, "original_max_position_embeddings": 32},
@@ -62,7 +63,7 @@ def test_tables_equal_transformers(name, length):
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-@pytest.mark.parametrize(("head_dim", "theta"), [(24, 1e4), (10, 1e6), (128, 1e6)])
+@pytest.mark.parametrize(("head_dim", "theta"), [(24, 1e4), (24, 10.0), (10, 1e6), (128, 1e6)])
 def test_frequencies_equal_bit_for_bit(name, head_dim, theta):
     scaling = dict(SCALINGS[name])
     for factor in {"short_factor", "long_factor"} & scaling.keys():
@@ -217,9 +218,11 @@ def test_keys_whose_angles_stay_are_not_computed_again(name):
 
 def test_other_scalings_do_not_look_at_the_length():
     positions = torch.arange(50)
-    for name in SCALINGS:
-        if longest_shared(ours(SCALINGS[name])) is None:
-            rope = make_rope(ours(SCALINGS[name]))
+    for scaling in SCALINGS.values():
+        looks = scaling["rope_type"] in ("dynamic", "longrope")
+        assert (longest_shared(ours(scaling)) is not None) == looks
+        if not looks:
+            rope = make_rope(ours(scaling))
             short, long = (rope_tables(rope, positions, torch.full((50,), n))[0] for n in (50, 5000))
             assert torch.equal(short, long)
 

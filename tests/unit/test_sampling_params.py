@@ -29,6 +29,14 @@ def test_defaults_are_valid_and_values_are_plain():
     assert sampling.ignore_eos is True
 
 
+def test_without_settings_the_model_s_own_distribution_is_drawn_from():
+    plain = Sampling()
+    assert (plain.temperature, plain.top_k, plain.top_p, plain.min_p) == (1, 0, 1, 0)
+    assert (plain.repetition_penalty, plain.presence_penalty, plain.frequency_penalty) == (1, 0, 0)
+    assert (plain.logit_bias, plain.logits_fn, plain.min_tokens, plain.n, plain.seed) == ((), None, 0, 1, None)
+    assert (plain.stop, plain.stop_token_ids, plain.ignore_eos, plain.include_stop) == ((), (), False, False)
+
+
 def test_it_is_a_value():
     one, two = Sampling(stop=["a"], logit_bias={3: 1}), Sampling(stop=("a",), logit_bias=[(3, 1.0)])
     assert one == two and hash(one) == hash(two)

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from fnllm.tensor_parallel import SINGLE, Call, TensorParallel, counting, process_group_tp, simulate
+from fnllm.tensor_parallel import SINGLE, Call, Ordered, TensorParallel, counting, process_group_tp, simulate
 
 torch.set_num_threads(1)
 
@@ -42,6 +42,12 @@ def test_simulated_max_and_arguments_unchanged():
     results, _ = simulate(2, lambda tp, x: (tp.all_reduce_max(x), tp.all_reduce(x)), parts)
     assert results[0][0].tolist() == [4, 9, 3] and results[1][1].tolist() == [5, 11, 6]
     assert all(torch.equal(p, b) for p, b in zip(parts, before, strict=True))
+
+
+def test_ordered_sums_are_of_every_rank_in_their_order():
+    parts = [torch.tensor([1e8, 1.0]), torch.tensor([1.0, 2.0]), torch.tensor([-1e8, 4.0])]
+    for result in simulate(3, lambda tp, x: Ordered(tp).all_reduce(x), parts).results:
+        assert result.tolist() == [0, 7], "1e8 takes the 1 up; the other way round it would be left"
 
 
 def test_counting_notes_kind_and_shape_through_one_rank():

@@ -143,6 +143,11 @@ def test_tokens_appended_are_captured_though_they_are_cached(tiny):
     state, rows = run(fnllm.append(run(state)[0], one, more))
     whole = fnllm.score(tiny, [PROMPTS[2] + more], capture=site)[0].captured[site]
     torch.testing.assert_close(torch.stack(rows), whole[[14]], rtol=1e-5, atol=2e-5)
+    # One that still runs holds blocks that others share, which it no longer does.
+    state, one = fnllm.add(state, engine.request(PROMPTS[2], GREEDY))
+    state, _ = engine.step(state)
+    state = fnllm.append(state, one, more)
+    scheduler.check(state.scheduler)
 
 
 @pytest.mark.parametrize("positions", ["output", "last", "prompt", "all", (-1,)])

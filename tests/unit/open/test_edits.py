@@ -185,6 +185,15 @@ def test_ablation_leaves_nothing_along_the_direction_over_all_heads(tiny):
     torch.testing.assert_close(seen.captured["layers.1.q"], plain - along[:, None, None] * direction)
 
 
+def test_ablation_computes_in_float32_where_activations_are_shorter():
+    torch.manual_seed(0)
+    edit = fnllm.ablate(SITE, torch.randn(48).bfloat16())
+    unit = edit.values[0].double()
+    x = (torch.randn(5, 48) + 9 * unit).bfloat16()  # most of it lies along the direction
+    want = x.double() - (x.double() @ unit)[:, None] * unit
+    assert torch.equal(edit.apply(x, None, edit.values[0].expand(5, -1)), want.bfloat16())
+
+
 def doubled(tree):
     if isinstance(tree, dict):
         return {k: doubled(x) for k, x in tree.items()}

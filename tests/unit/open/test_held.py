@@ -73,6 +73,13 @@ class Static:
         return cls.scale * USUAL.mlp(p, x, ctx)
 
 
+class Bound:
+    scale = 1.0
+
+    def mlp(self, p, x, ctx):
+        return self.scale * USUAL.mlp(p, x, ctx)
+
+
 OFF, FROZEN, QUEUE, RANGE, SLICE = set(), frozenset(), collections.deque([1.0]), range(0), slice(0, 0)
 VIEWED = {"by": 1.0}
 VIEW = types.MappingProxyType(VIEWED)
@@ -200,7 +207,7 @@ def rebind(**names):
     return lambda: globals().update(names)
 
 
-HOOKED, NESTED, REPLACED = Plain(), Outer(), Plain()
+HOOKED, NESTED, REPLACED, BOUND = Plain(), Outer(), Plain(), Bound()
 ACTIVATED = nn.Sequential(nn.Sigmoid())
 HELD = {
     "a function's attribute": (by_attribute, lambda: setattr(by_attribute, "scale", 3.0)),
@@ -211,6 +218,7 @@ HELD = {
     "a property's global": (ByProperty(), rebind(IN_PROPERTY=3.0)),
     "a static method's class": (Static.mlp, lambda: setattr(Static, "scale", 3.0)),
     "a class method's class": (Static.mlp_of_class, lambda: setattr(Static, "scale", 5.0)),
+    "the object of a bound method": (BOUND.mlp, lambda: setattr(BOUND, "scale", 3.0)),
     "a set": (by_set, lambda: OFF.add(0)),
     "a frozenset": (by_frozenset, rebind(FROZEN=frozenset({0}))),
     "a deque": (by_deque, lambda: QUEUE.appendleft(3.0)),

@@ -45,6 +45,12 @@ def test_search_equals_a_sort_in_float64():
         logits = torch.randn(len(CASES), 61) * scale
         want = [kept_by_sorting(z, *case) for z, case in zip(logits, CASES, strict=True)]
         assert kept(logits, CASES) == want
+        # One filter alone: what the others say is not read.
+        for place, name in enumerate(("top_k", "top_p", "min_p"), 1):
+            alone = [(0.9, *(0, 1.0, 0.0)[: place - 1], case[place], *(0, 1.0, 0.0)[place:]) for case in CASES]
+            cases = [(0.9, *case[1:]) for case in CASES]
+            want = [kept_by_sorting(z, *case) for z, case in zip(logits, alone, strict=True)]
+            assert kept(logits, cases, SamplerFeatures(noise=True, **{name: True})) == want
 
 
 def test_candidates_equal_the_search():

@@ -63,17 +63,17 @@ def test_counts_of_a_slice_are_the_slice_of_the_counts():
 
 
 def test_update_appends_where_accepted_and_padding_touches_nothing():
-    history = history_of([[1, 2], [3], [4]], [[], [5], []], capacity=3)
+    history = history_of([[1, 2, 6], [3], [4]], [[], [5, 5], []], capacity=4)
     before = [x.clone() for x in history]
     rows = torch.tensor([1, 0, 0, -1, 2])
     accept = torch.tensor([True, True, False, False, False])
     after = update_history(history, rows, torch.tensor([7, 8, 9, 9, 9]), accept)
-    assert after.tokens.tolist() == [[1, 2, 8], [3, 5, 7], [4, 0, 0]] and after.lengths.tolist() == [3, 3, 1]
-    assert after.prompt_lengths.tolist() == [2, 1, 1]
+    assert after.tokens.tolist() == [[1, 2, 6, 8], [3, 5, 5, 7], [4, 0, 0, 0]] and after.lengths.tolist() == [4, 4, 1]
+    assert after.prompt_lengths.tolist() == [3, 1, 1]
     full = update_history(after, torch.tensor([0]), torch.tensor([6]), torch.tensor([True]))
     assert all(torch.equal(x, y) for x, y in zip(full, after, strict=True))
     assert all(torch.equal(x, y) for x, y in zip(history, before, strict=True))
-    assert take_history(after, torch.tensor([2, 0])).tokens.tolist() == [[4, 0, 0], [1, 2, 8]]
+    assert take_history(after, torch.tensor([2, 0])).tokens.tolist() == [[4, 0, 0, 0], [1, 2, 6, 8]]
 
 
 def test_sample_with_penalties_and_history_in_the_hook():

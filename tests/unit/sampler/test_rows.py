@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 
 import pytest
 import torch
@@ -53,7 +54,12 @@ def test_logits_fns_have_one_order_whatever_that_of_the_rows():
         assert functools.reduce(union, each) == features_of([Settings(logits_fn=one) for one in others]) == wanted
 
 
-@pytest.mark.parametrize("a", [Settings(temperature=0), Settings(top_k=3), Settings(min_p=0.1), Settings(logprobs=1)])
+STOPS = Settings(min_tokens=1, stop_token_ids=(4, 5))
+
+
+@pytest.mark.parametrize(
+    "a", [Settings(temperature=0), Settings(top_k=3), Settings(min_p=0.1), Settings(logprobs=1), STOPS]
+)
 @pytest.mark.parametrize("b", [Settings(), Settings(top_p=0.2), Settings(logit_bias={1: 2.0}), Settings(top_k=500)])
 def test_union_serves_both(a, b):
     assert union(features_of([a]), features_of([b])) == features_of([a, b])
@@ -90,6 +96,14 @@ def test_rows_hold_the_settings():
     assert all(torch.equal(x, y) for x, y in zip(take_rows(table, torch.tensor([3, 1])), rows, strict=True))
     wide = widen_rows(rows, SamplerFeatures(bias=4, stops=8))
     assert wide.bias_ids.tolist() == [[-1] * 4, [7, 2, -1, -1]] and wide.stop_ids.shape == (2, 8)
+
+
+def test_settings_beyond_float32_stay_finite_and_what_forbids_stays():
+    far = Settings(temperature=1e300, presence_penalty=-1e300, repetition_penalty=1e-300, logit_bias={1: 1e300})
+    rows = rows_from_sampling([far, Settings(logit_bias={1: -math.inf})], features=SamplerFeatures(bias=1))
+    for column in (rows.temperature, rows.presence_penalty, rows.repetition_penalty, 1 / rows.repetition_penalty):
+        assert column.isfinite().all()
+    assert rows.bias_values[0].isfinite() and rows.bias_values[1] == -math.inf
 
 
 def test_rows_that_features_do_not_serve_are_refused():

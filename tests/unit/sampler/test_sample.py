@@ -1,12 +1,16 @@
 """`sample` as a whole: temperatures side by side, filters, masks, log-probabilities, hooks, shards."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from unit.sampler.settings import FILTERS, NOISE, Settings, kept_by_sorting
 
 from fnllm.sampler import (
+    History,
     SamplerFeatures,
     default_rows,
+    draw,
     features_of,
     gumbel_noise,
     log_normaliser,
@@ -55,6 +59,7 @@ def test_fault_34_greedy_beside_temperature_is_the_argmax_of_the_raw_logits(kern
         for features in (NOISE, FILTERS):
             out = sample(logits, rows, torch.tensor([position] * 2), features=features, vocab_limit=23, kernels=kernels)
             assert out.ids[0] == logits[0].argmax()
+            assert torch.equal(out.ids, draw(logits, rows, torch.tensor([position] * 2), features=features))
         seen.add(out.ids[1].item())
     assert len(seen) > 3
 
@@ -86,6 +91,34 @@ def test_fault_39_a_seeded_row_draws_the_same_in_any_order_and_batch():
                 features=FILTERS, vocab_limit=40, kernels=kernels,
             )  # fmt: skip
             assert torch.equal(got.ids, want[index])
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"top_k": 3},
+        {"top_p": 0.4},
+        {"min_p": 0.3},
+        {"presence_penalty": 2.0},
+        {"logit_bias": {7: 5.0}},
+        {"min_tokens": 9, "stop_token_ids": (3, 4)},
+        {"logits_fn": lambda z, history: -z},
+    ],
+    ids=lambda own: next(iter(own)),
+)
+def test_rows_with_the_settings_that_are_read_draw_what_whole_rows_draw(own):
+    torch.manual_seed(1)
+    settings = [Settings(seed=row, **(own if row % 2 else {})) for row in range(6)]
+    features, index = features_of(settings), torch.tensor([5, 1, 2, 3])
+    rows, logits = rows_from_sampling(settings, features=features), torch.randn(4, 23)
+    history = History(torch.arange(24, dtype=torch.int32).view(4, 6), torch.zeros(4).long(), torch.full((4,), 6))
+    options = {"features": features, "vocab_limit": 23, "history": history}
+    for position in range(5):
+        whole, read = (
+            sample(logits, taken, torch.full((4,), position), **options).ids
+            for taken in (take_rows(rows, index), take_rows(rows, index, features))
+        )
+        assert torch.equal(read, whole)
 
 
 @pytest.mark.parametrize(
@@ -134,21 +167,29 @@ def test_ids_past_the_limit_are_never_drawn(kernels):
             logits.expand(300, -1), rows, torch.arange(300), features=features, vocab_limit=6, kernels=kernels
         ).ids
         assert set(drawn.tolist()) == set(range(6)) or not features.noise and set(drawn.tolist()) == {0}
+    rising = SamplerFeatures(logits_fns=(lambda z, history: torch.arange(9.0).expand_as(z),))
+    rows = default_rows(1)._replace(logits_fn=torch.zeros(1, dtype=torch.int32))
+    drawn = sample(logits, rows, torch.arange(1), features=rising, vocab_limit=6, vocab_size=9, kernels=kernels).ids
+    assert drawn.tolist() == [5], "a function brings none of them back"
 
 
 def test_bias_and_min_tokens():
-    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0, -1.0]]).repeat(3, 1)
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.5, -1.0]]).repeat(4, 1)
     settings = [
+        Settings(temperature=0, min_tokens=2),
         Settings(temperature=0, logit_bias={4: 9.0, 1: -9.0}),
         Settings(temperature=0, min_tokens=2, stop_token_ids=(3,)),
         Settings(temperature=0, min_tokens=2, ignore_eos=True),
     ]
     features = features_of(settings, eos_token_ids=(1,))
-    rows = rows_from_sampling(settings, features=features, prompt_lengths=[4, 4, 4], eos_token_ids=(1,))
+    rows = rows_from_sampling(settings, features=features, prompt_lengths=[4, 4, 4, 4], eos_token_ids=(1,))
     draws = [
-        sample(logits, rows, torch.full((3,), p), features=features, vocab_limit=5).ids.tolist() for p in (4, 5, 6)
+        sample(logits, rows, torch.full((4,), p), features=features, vocab_limit=5).ids.tolist() for p in (4, 5, 6)
     ]
-    assert draws == [[4, 2, 1], [4, 2, 1], [4, 1, 1]]
+    assert draws == [[3, 4, 2, 1], [3, 4, 2, 1], [1, 4, 1, 1]]
+    first = [Settings(temperature=0, logit_bias={0: 9.0})]
+    rows = rows_from_sampling(first, features=features_of(first))
+    assert sample(logits[:1], rows, torch.arange(1), features=features_of(first), vocab_limit=5).ids.tolist() == [0]
 
 
 def test_logits_fn_sees_the_whole_vocabulary_and_only_its_rows():
@@ -209,6 +250,34 @@ def test_fault_41_logprobs_do_not_depend_on_the_batch():
         assert torch.equal(
             token_logprobs(logits[row : row + 1], ids[row : row + 1], vocab_limit=4001), whole[row][None]
         )
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_logprobs_of_every_id_are_those_of_the_whole_on_all_ranks(size):
+    torch.manual_seed(6)
+    logits, ids, width = torch.randn(37, 37) * 3, torch.arange(37), -(-37 // size)
+
+    def local(tp, z):
+        return token_logprobs(z, ids, vocab_start=tp.rank * width, vocab_limit=37, tp=tp)
+
+    for got in simulate(size, local, local_slices(logits, size)).results:
+        torch.testing.assert_close(got, logits.log_softmax(-1).diagonal(), rtol=0, atol=2e-6)
+
+
+def test_float64_logits_draw_as_float32_and_keep_the_digits_of_logprobs():
+    torch.manual_seed(6)
+    logits, rows = torch.randn(4, 50, dtype=torch.float64), rows_with(4, temperature=0.8, top_k=[0, 9, 0, 3], top_p=0.7)
+    features = replace(FILTERS, logprobs=0)
+    got = sample(logits, rows, torch.arange(4), features=features, vocab_limit=47)
+    assert torch.equal(got.ids, sample(logits.float(), rows, torch.arange(4), features=FILTERS, vocab_limit=47).ids)
+    want = logits[:, :47].log_softmax(-1).gather(1, got.ids[:, None]).squeeze(1)
+    assert got.logprob.dtype == torch.float64
+    torch.testing.assert_close(got.logprob, want, rtol=0, atol=1e-6)
+    close = torch.tensor([[0.0, 1.0, 1.0 + 1e-12]], dtype=torch.float64)  # one number in float32
+    for few in (SamplerFeatures(logprobs=0), features):
+        for kernels in (False, True):
+            drawn = sample(close, rows_with(1), torch.arange(1), features=few, vocab_limit=3, kernels=kernels)
+            assert drawn.ids.tolist() == [1]
 
 
 def test_token_logprobs_have_the_softmax_gradient_and_the_same_value():
@@ -290,8 +359,8 @@ def test_fault_43_shards_draw_what_the_whole_draws(size, settings):
             for result in results:
                 for got, want in zip(result, whole, strict=True):
                     assert (got is None and want is None) or torch.equal(got, want)
-        if not (features.top_k or features.top_p or features.min_p or features.logprobs is not None):
-            assert calls == [Call("all_reduce_max", (3,))]
+        if not (features.top_k or features.top_p or features.logprobs is not None):
+            assert calls == [Call("all_reduce_max", (3,))] * (1 + features.min_p)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

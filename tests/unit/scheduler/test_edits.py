@@ -190,6 +190,14 @@ def test_invalidate_forgets_blocks_and_recomputes():
         scheduler.invalidate(engine.state, [100, 5, -1])
 
 
+def test_those_that_lost_blocks_wait_in_their_old_order():
+    engine = make()
+    ids = [engine.add([last], 9) for last in range(3)]
+    engine.step()
+    engine.invalidate([block for seq_id in ids for block in engine.state.sequences[seq_id].table])
+    assert [join.seq_id for join in engine.schedule().joins] == ids
+
+
 def test_invalidate_follows_a_copy_that_is_not_made_yet():
     engine, parent = started()
     fork = engine.fork(parent)
@@ -279,38 +287,6 @@ def test_two_continuations_of_one_state_do_not_meet():
     assert branches[0].expected[seq_id][:7] == engine.expected[seq_id] + [9]
     assert branches[1].expected[seq_id][6] == next_token(engine.expected[seq_id], 0, 11)
     assert len(engine.expected[seq_id]) == 6
-
-
-def test_tokens_and_show_and_metrics():
-    engine, seq_id = started(steps=4, prompt=range(6))
-    engine.fork(seq_id)
-    engine.schedule()
-    assert scheduler.tokens(engine.state, seq_id) == tuple(engine.expected[seq_id])
-    text = scheduler.show(engine.state)
-    assert "seq 0 [row 0] 10 tokens + 1 in flight, 10 computed: 0x2* 1x2* 2" in text
-    assert "shared by 0, 1: blocks 0, 1" in text and "4 held + 0 cached-only + 96 free = 100" in text
-    now = scheduler.metrics(engine.state)
-    assert (now.running, now.waiting, now.kept, now.in_flight) == (2, 0, 0, 1)
-    assert (now.blocks_held, now.blocks_cached, now.blocks_free) == (4, 0, 96)
-    assert (now.counters.prefill_tokens, now.counters.decode_tokens, now.counters.accepted_tokens) == (7, 4, 4)
-
-
-def test_check_finds_a_broken_state():
-    engine, _ = started(prompt=range(9))
-    state, pool = engine.state, engine.state.pool
-    broken = [
-        dataclasses.replace(state, running=3),
-        dataclasses.replace(state, waiting=scheduler.line.push_back(state.waiting, [0])),
-        dataclasses.replace(state, pool=dataclasses.replace(pool, fresh=1)),
-        dataclasses.replace(state, pool=dataclasses.replace(pool, blocks=pool.blocks.set(0, pool.blocks[1]))),
-        dataclasses.replace(state, pool=dataclasses.replace(pool, prefix=pool.prefix.delete(pool.blocks[0].key))),
-        dataclasses.replace(state, copies=((1, 2), (2, 3))),
-        dataclasses.replace(state, sequences=state.sequences.delete(0)),
-    ]
-    scheduler.check(state)
-    for wrong in broken:
-        with pytest.raises((AssertionError, KeyError)):
-            scheduler.check(wrong)
 
 
 def test_request_copies_its_prompt(unchecked):

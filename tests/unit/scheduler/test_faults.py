@@ -110,6 +110,8 @@ def test_fault_10_kinds_of_key_do_not_meet():
         state, _ = scheduler.commit(state, plan, np.array([7]))
     state, seq_id = scheduler.add(state, Request((1, 2, 3, 4, 5), 1, cache_key=scheduler.make_cache_key(params="x")))
     assert scheduler.schedule(state)[1].joins[0].cached == 4
+    assert hash(scheduler.make_cache_key(v=-1)) == hash(scheduler.make_cache_key(v=-2))
+    assert scheduler.make_cache_key(v=-1) != scheduler.make_cache_key(v=-2)
     # A key that equals the number of some prefix is not taken for it.
     state, seq_id = scheduler.add(state, Request((1, 2, 3, 4, 5), 1, cache_key=0))
     assert all(join.cached == 0 for join in scheduler.schedule(state)[1].joins if join.seq_id == seq_id)
@@ -270,10 +272,12 @@ def test_fault_28_a_plan_says_what_is_decoded():
     assert preempted and all(len(engine.expected[seq_id]) == 13 for seq_id in ids)
 
 
-@pytest.mark.parametrize("wrong, error", [(-1, ValueError), (2**40, ValueError), (1.5, TypeError), ("a", TypeError)])
+@pytest.mark.parametrize("wrong, error", [(-1, ValueError), (2**31, ValueError), (1.5, TypeError), ("a", TypeError)])
 def test_fault_31_ids_that_are_none_are_named(wrong, error, unchecked):
     with pytest.raises(error, match=r"prompt\[1\]"):
         Request((3, wrong), 4)
+    with pytest.raises(error, match=r"stop_token_ids\[0\]"):
+        Request((3,), 4, stop_token_ids=frozenset([wrong]))
 
 
 def test_fault_44_any_stop_id_ends_and_is_named():

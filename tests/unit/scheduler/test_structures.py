@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fnllm import scheduler
 from fnllm.scheduler import line as lines
+from fnllm.scheduler.evolve import evolve
 from fnllm.scheduler.pmap import Map, PlainMap
 from fnllm.scheduler.recent import no_tokens, record, sampled
 from fnllm.scheduler.rows import begin_block, empty_rows, make_roster, update_rows
@@ -121,6 +122,11 @@ def test_a_roster_names_the_rows_that_decode_and_who_begins_a_block(content, ste
         first = [row for row in want if (content[row][2] + ahead) % block_size == 0]
         found, ids = begin_block(roster, step + ahead)
         assert found.tolist() == first and ids.tolist() == [100 + row for row in first]
+
+
+def test_a_field_that_is_none_is_named():
+    with pytest.raises(TypeError, match="Counters has no field finnished"):
+        evolve(scheduler.Counters(), finnished=1)
 
 
 def test_doctests_hold():

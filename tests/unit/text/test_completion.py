@@ -13,6 +13,7 @@ def test_rates():
     )
     assert done.prefill_tokens_per_second == 6 / 2.0
     assert done.decode_tokens_per_second == 2 / 1.0
+    assert dataclasses.replace(done, token_ids=(1, 2)).decode_tokens_per_second == 1 / 1.0
 
 
 def test_rates_of_what_did_not_happen():

@@ -118,6 +118,9 @@ def test_a_stop_string_in_the_text_that_waited_for_the_end(byte_fallback):
     ids = ids_of(byte_fallback, "a", "<0x62>", "<0x63>")  # "abc", of which the last two wait for more bytes
     shown, kept, matched = run(byte_fallback, ids, Sampling(stop="bc"))
     assert ("".join(shown), kept, matched) == ("a", ids, "bc")
+    ended = [*ids, *ids_of(byte_fallback, "</s>")]
+    shown, kept, matched = run(byte_fallback, ended, Sampling(stop=["</s>", "bc"]))
+    assert ("".join(shown), kept, matched) == ("a", ended, "bc"), "it ended before the special token came"
 
 
 def test_without_a_tokenizer_there_are_ids_and_no_text():

@@ -213,6 +213,7 @@ def test_fault_53_every_way_to_say_no_scaling(rope):
         ({"rope_type": "su", "factor": 2.0}, "supported: default, linear, dynamic, yarn, longrope, llama3"),
         ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}, "short_factor has 1 numbers"),
         ({"rope_type": "longrope", "short_factor": 1.0, "long_factor": [2.0]}, "must be a list"),
+        ({"rope_type": "longrope", "short_factor": [0.0], "long_factor": [2.0]}, "positive numbers, found .0.0."),
         ({"rope_type": "linear", "factor": -1}, "factor must be a positive number, found -1"),
         ({"rope_type": "linear", "factor": "4"}, "factor must be a positive number, found '4'"),
         ({"rope_type": "yarn", "type": "linear", "factor": 4.0}, "two values for rope_type"),

@@ -98,6 +98,10 @@ def test_what_cannot_be_split_says_what_would_work():
         ValueError, match="moe_intermediate_size=5 cannot be split over size=6 ranks; use size 5 or less"
     ):
         local_sizes(SPARSE, Shard(0, 6))
+    with pytest.raises(ValueError, match="intermediate_size=14 cannot be split over size=15 ranks"):
+        local_sizes(replace(DENSE, num_attention_heads=18), Shard(0, 15))
+    # Where all layers are sparse nothing has the width of a dense one.
+    assert local_sizes(replace(SPARSE, sparse_layers=(True, True), intermediate_size=1), Shard(0, 4)).heads == 3
     for shard in (Shard(2, 2), Shard(-1, 2), Shard(0, 0)):
         with pytest.raises(ValueError, match="is no rank; need 0 <= rank < size"):
             local_sizes(DENSE, shard)
