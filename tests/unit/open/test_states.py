@@ -100,12 +100,6 @@ def test_truncate_and_append(tiny):
     assert new_tokens(whole, one) == alone(tiny, PROMPT, GREEDY)  # the older state is untouched
 
 
-def test_a_state_of_no_model_takes_any_id():
-    state = fnllm.State(fnllm.scheduler.init(fnllm.scheduler.SchedulerConfig(8, 4, 2, 16, 32)))
-    state, one = fnllm.add(state, fnllm.scheduler.Request((10**6,), 1))
-    assert fnllm.tokens(state, one) == (10**6,)
-
-
 def test_a_log_replays(tiny):
     event = fnllm.event
     log = [
