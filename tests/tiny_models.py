@@ -11,6 +11,7 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 import fnllm
 from fnllm.layers import Layers
@@ -130,3 +131,10 @@ def drain(engine: fnllm.Engine, state: fnllm.State) -> fnllm.State:
         state, step = engine.step(state)
         if step is None:
             return state
+
+
+def fresh(params: Params) -> Params:
+    """The same weights as new tensors, without engines."""
+    made: dict[int, Tensor] = {}  # a tied head stays the embedding
+    tree = tree_map(lambda x: made.setdefault(id(x), x.detach().clone()), params.tree)
+    return params._replace(tree=tree, workspace={})

@@ -203,7 +203,14 @@ def test_public_names_are_told_to_type_checkers():
         fnllm.generat  # noqa: B018
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "path",
+    [
+        *SOURCES,
+        *(path for folder in ("tests", "benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))),
+    ],
+    ids=lambda path: path.relative_to(ROOT).as_posix(),
+)
 def test_file_is_short_and_finished(path):
     text = path.read_text(encoding="utf-8")
     assert text.count("\n") <= 400, "over 400 lines: give a part of it a file of its own"
