@@ -18,6 +18,7 @@ import fnllm
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"fnllm": ROOT / "fnllm", "fnllm_kernels": ROOT / "kernels", "fnllm_weights": ROOT / "weights"}
 SOURCES = sorted(path for folder in PACKAGES.values() for path in folder.rglob("*.py"))
+AROUND = sorted(path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
 
 # The order inside fnllm: a module imports only from lines above its own. `__init__` loads names at their first use.
 LAYERS = """
@@ -203,18 +204,11 @@ def test_public_names_are_told_to_type_checkers():
         fnllm.generat  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        *SOURCES,
-        *(path for folder in ("tests", "benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))),
-    ],
-    ids=lambda path: path.relative_to(ROOT).as_posix(),
-)
+@pytest.mark.parametrize("path", [*SOURCES, *AROUND], ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_file_is_short_and_finished(path):
     text = path.read_text(encoding="utf-8")
     assert text.count("\n") <= 400, "over 400 lines: give a part of it a file of its own"
-    assert not re.search(r"\b(TODO|FIXME|XXX|HACK)\b", text)
+    assert path == Path(__file__) or not re.search(r"\b(TODO|FIXME|XXX|HACK)\b", text)
 
 
 def test_public_functions_have_docstrings():
