@@ -243,3 +243,17 @@ def run_alone(request: scheduler.Request, weights: int, vocab: int, limit: int) 
         if tokens[-1] in request.stop_token_ids and made >= request.min_tokens:
             break
     return tokens[len(request.prompt) :]
+
+
+def make(blocks=100, size=4, seqs=8, budget=64, length=256, **options) -> Engine:
+    """An engine of small sizes."""
+    return Engine(scheduler.SchedulerConfig(blocks, size, seqs, budget, length, **options), vocab=11)
+
+
+def started(steps=3, prompt=(1, 2, 3), most=20, **options) -> tuple[Engine, int]:
+    """An engine after some steps of one sequence, and the sequence's id."""
+    engine = make(**options)
+    seq_id = engine.add(prompt, most, keep=True)
+    for _ in range(steps):
+        engine.step()
+    return engine, seq_id

@@ -4,22 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
-from unit.scheduler.simulator import Engine, next_token
+from unit.scheduler.simulator import make, next_token, started
 
 from fnllm import scheduler
 from fnllm.scheduler import Request, SchedulerConfig
-
-
-def make(blocks=100, size=4, seqs=8, budget=64, length=256, **options) -> Engine:
-    return Engine(SchedulerConfig(blocks, size, seqs, budget, length, **options), vocab=11)
-
-
-def started(steps=3, prompt=(1, 2, 3), most=20, **options) -> tuple[Engine, int]:
-    engine = make(**options)
-    seq_id = engine.add(prompt, most, keep=True)
-    for _ in range(steps):
-        engine.step()
-    return engine, seq_id
 
 
 def test_a_fork_of_a_sequence_with_a_token_in_flight_samples_its_own():

@@ -4,14 +4,10 @@ import random
 
 import numpy as np
 import pytest
-from unit.scheduler.simulator import Engine, run_alone
+from unit.scheduler.simulator import Engine, make, run_alone
 
 from fnllm import scheduler
 from fnllm.scheduler import Request, SchedulerConfig
-
-
-def make(blocks=100, size=4, seqs=8, budget=64, length=256, **options) -> Engine:
-    return Engine(SchedulerConfig(blocks, size, seqs, budget, length, **options), vocab=11)
 
 
 def held(engine: Engine, seq_id: int) -> int:

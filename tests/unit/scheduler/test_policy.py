@@ -4,16 +4,12 @@ import pickle
 
 import numpy as np
 import pytest
-from unit.scheduler.simulator import Engine
+from unit.scheduler.simulator import make
 
 from fnllm import scheduler
 from fnllm.scheduler import Request, SchedulerConfig
 from fnllm.scheduler.line import iterate
 from fnllm.scheduler.request import root
-
-
-def make(blocks=100, size=4, seqs=8, budget=64, length=256, **options) -> Engine:
-    return Engine(SchedulerConfig(blocks, size, seqs, budget, length, **options), vocab=11)
 
 
 def test_decode_comes_first_and_prompts_share_the_rest():

@@ -3,22 +3,9 @@
 import dataclasses
 
 import pytest
-from unit.scheduler.simulator import Engine
+from unit.scheduler.simulator import make, started
 
 from fnllm import scheduler
-from fnllm.scheduler import SchedulerConfig
-
-
-def make(blocks=100, size=4, seqs=8, budget=64, length=256, **options) -> Engine:
-    return Engine(SchedulerConfig(blocks, size, seqs, budget, length, **options), vocab=11)
-
-
-def started(steps=3, prompt=(1, 2, 3), most=20, **options) -> tuple[Engine, int]:
-    engine = make(**options)
-    seq_id = engine.add(prompt, most, keep=True)
-    for _ in range(steps):
-        engine.step()
-    return engine, seq_id
 
 
 def test_tokens_and_show_and_metrics():
