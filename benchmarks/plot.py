@@ -21,17 +21,14 @@ def main() -> None:
     args = parser.parse_args()
     results = json.loads(Path(args.results).read_text())
     decode = [row for row in results["rows"] if row.get("workload") == "W3" and "batch" in row]
-    # Before engines took turns, peers had rows of other names.
-    earlier = [row for row in results.get("peers", ()) if row.get("workload") == "W3" and "batch" in row]
-    rates = [(row["engine"], row["size"], row["batch"], row["tok_s"]) for row in decode]
-    rates += [(row["peer"], row["size"], row["batch"], row["decode_tok_s"]) for row in earlier]
     figure, axes = plt.subplots(1, len(SIZES), figsize=(10, 3.6), constrained_layout=True)
     for axis, size in zip(axes, SIZES, strict=True):
         limit = sorted({(row["batch"], row["floor_tok_s"]) for row in decode if row["size"] == size})
         batches = [batch for batch, _ in limit]
         axis.plot(batches, [floor for _, floor in limit], "--", color="grey", label="limit of the machine")
         for engine, style, color in STYLES:
-            points = sorted((batch, rate) for name, shape, batch, rate in rates if (name, shape) == (engine, size))
+            mine = (row for row in decode if (row["engine"], row["size"]) == (engine, size))
+            points = sorted((row["batch"], row["tok_s"]) for row in mine)
             if points:
                 axis.plot(*zip(*points, strict=True), style, markersize=4, color=color, label=engine)
         axis.set(

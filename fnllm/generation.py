@@ -286,8 +286,7 @@ def agree_on_weights(worker: Engine) -> None:
         numbers = [machine.version_of(worker.params, worker.variant), machine.versions.changes]
         ranks = exchange_numbers(machine.tp, machine.device, numbers)
         if any(numbers_there[0] != numbers[0] for numbers_there in ranks):
-            machine.versions.changes = max(changes for _, changes in ranks)
-            machine.versions.forget()
+            machine.versions.catch_up(max(changes for _, changes in ranks))
 
 
 def settled(worker: Engine, state: State, flight: Flight | None) -> State | None:

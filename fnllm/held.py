@@ -116,6 +116,11 @@ class Versions:
         """Give every group another version at its next look, which still notices moved tensors."""
         self.seen = {key: (seen._replace(writes=[-1]), number) for key, (seen, number) in self.seen.items()}
 
+    def catch_up(self, changes: int) -> None:
+        """`forget`, with new versions above the `changes` of every rank, so that all give the same ones."""
+        self.changes = changes
+        self.forget()
+
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:
     """Every tensor of a tree of dicts, lists and tuples; a weight may be several, as quantised ones are."""
